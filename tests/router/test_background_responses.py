@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import timeit
 import tracemalloc
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.responses.background_responses import BackgroundResponses
-from argosy_router.responses.background_run import WRITE_BYTES
+from argosy_router.responses.background_run import WRITE_BYTES, BackgroundRun
 
 from .harness import until
 from .local_responses import local_responses
@@ -189,3 +190,54 @@ async def test_a_follower_of_a_cancelled_response_sees_the_end(tmp_path: Path) -
     assert reader.end.is_set()
     assert not reader.is_aborted
     await runs.background.close()
+
+
+def streamed_run(counted: list[int]) -> BackgroundRun:
+    """A run whose engine is about to answer; the bytes of its events go to `counted`."""
+    return BackgroundRun(
+        OWNER, "resp_1", b"{}", True, BodyReservation(BodyMemory(1 << 20), None, 0), counted.append
+    )
+
+
+async def test_the_time_of_an_answer_without_events_grows_with_its_length() -> None:
+    """CPU times are compared: an engine that answers a request for a stream with 16 times as much JSON, in pieces, had
+    all of it copied and searched for each piece, which took 256 times as long."""
+
+    def cpu_s(pieces: int) -> float:
+        def answer() -> None:
+            run = streamed_run([])
+            run.start(200, b"", b"{")
+            for _ in range(pieces):
+                run.send(b"x" * 65536)
+            run.finish()
+
+        return min(timeit.repeat(answer, timer=time.process_time, number=1, repeat=3))
+
+    assert cpu_s(480) < 64 * max(cpu_s(30), 0.001)
+
+
+async def test_short_events_count_as_what_they_take() -> None:
+    """An engine may send nothing but ends of events, or events of a letter: a megabyte of them took thirty."""
+    counted: list[int] = []
+    run = streamed_run(counted)
+    tracemalloc.start()
+    try:
+        run.start(200, b"", b"\n\n" * 100_000)
+        run.send(b"a\n\n" * 100_000)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(run.events) == 100_000
+    assert sum(counted) == run.size > 0.9 * taken
+    assert run.forget() == sum(counted)
+
+
+async def test_events_end_with_any_blank_line_wherever_pieces_are_cut() -> None:
+    stream = b"data: a\n\ndata: b\r\n\r\n: ping\n\ndata: c\ndata: d\n\n"
+    for step in range(1, len(stream) + 1):
+        run = streamed_run([])
+        run.start(200, b"", stream[:step])
+        for start in range(step, len(stream), step):
+            run.send(stream[start : start + step])
+        run.finish()
+        assert run.events == [b"data: a\n\n", b"data: b\n\n", b"data: c\ndata: d\n\n"]

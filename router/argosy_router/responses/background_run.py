@@ -17,19 +17,21 @@ import msgspec
 
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.http.sse import EventCutter
 from argosy_router.responses.adopted_answer import (
     AdoptedAnswer,
     event_with_response_fields,
     with_response_fields,
 )
-from argosy_router.responses.storing_client import last_response
+from argosy_router.responses.storing_client import begins_last, last_response
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 WRITE_BYTES: Final = 64 * 1024
 """Size from which events are not joined to one write."""
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
-_IS_LAST: Final = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
+_EVENT_OVERHEAD: Final = 64
+"""Bytes that an event takes in memory beside its own: engines may send millions of short ones."""
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -72,7 +74,7 @@ class BackgroundRun:
         """Whether the events were dropped."""
         self.followers: set[Follower] = set()
         self.size = 0
-        """Bytes of events."""
+        """Bytes that the events take."""
         self._size = 0
         self._listener: ClientListener | None = None
         self._status = 0
@@ -80,7 +82,7 @@ class BackgroundRun:
         """The answer, unless it is a stream of events."""
         self._last = b""
         """The last event of the response, as the engine sent it."""
-        self._partial = b""
+        self._cutter = EventCutter(MAX_ANSWER_BYTES)
 
     def attach(self, listener: ClientListener) -> None:
         self._listener = listener
@@ -106,17 +108,23 @@ class BackgroundRun:
         if not self.is_streamed or self._status != 200:
             self._body.append(data)
             return
-        *events, self._partial = _EVENT_END.split(self._partial + data)
-        events = [event for event in events if not event.startswith(b":")]
+        events = [event for event in self._whole_events(data) if event and not event.startswith(b":")]
         for event in events:
-            if _IS_LAST.search(event):
+            if begins_last(event):
                 self._last = event + b"\n\n"
         if not self.is_forgotten:
-            self.size += len(data)
-            self._count(len(data))
+            size = len(data) + _EVENT_OVERHEAD * len(events)
+            self.size += size
+            self._count(size)
         if not self.is_forgotten:  # by what counts them
             self.events += [self._own(event) + b"\n\n" for event in events]
             self.notify()
+
+    def _whole_events(self, data: bytes) -> list[bytes]:
+        """Return the events that are whole with more data, without their ends. An answer that is no stream of events
+        comes in pieces as well, and none of its bytes is looked at twice."""
+        whole = self._cutter.feed(data)
+        return _EVENT_END.split(whole) if whole else []
 
     def response_of(self, body: bytes) -> bytes:
         """Return the response as its client knows it, as JSON; nothing if there is none. To be called once.
@@ -140,7 +148,7 @@ class BackgroundRun:
                 )
 
     def finish(self) -> None:
-        if self._partial:
+        if self._cutter.tail:
             self.send(b"\n\n")
         self._end(self._status, b"".join(self._body))
 
