@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 from argosy_batch.stored_responses import StoredResponses
@@ -40,7 +41,9 @@ class LocalResponses:
     async def add(self, account: str, response_id: str, record: StoredResponse) -> None:
         await self._stored.add(account, response_id, record)
 
-    async def find(self, account: str, response_id: str) -> StoredResponse | None:
+    async def find(
+        self, account: str, response_id: str, reserve: Callable[[int], None] | None = None
+    ) -> StoredResponse | None:
         return await self._stored.find(account, response_id)
 
     async def finish(self, account: str, response_id: str, record: StoredResponse) -> StoredResponse | None:

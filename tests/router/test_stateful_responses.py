@@ -34,7 +34,7 @@ from argosy_router.responses.background_responses import BackgroundResponses
 from response_stream import final_response, parsed_events
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import Rig, rig
+from .harness import Rig, raw, read_all, rig
 from .local_responses import local_responses
 from .response_bodies import PATH, body, stream, whole
 
@@ -307,6 +307,61 @@ async def test_a_conversation_beyond_the_memory_of_bodies_is_refused_for_now(
         await r.until(lambda: Held(r).size == 0)
         small = await created(r.http, input="x" * 900)
         await created(r.http, input="y", previous_response_id=small["id"])
+
+
+async def test_what_is_read_of_the_storage_counts_in_the_memory_of_bodies_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    """Requests of a hundred bytes had a record of any size read for each, without a bound: thirty for one of 20 MB
+    took 780 MiB."""
+    server = ServerLimits(max_body_bytes=16_000, max_inflight_bytes=16_000)
+    async with rig([FakeEngine(script=Gate())], storage=storage(tmp_path), server=server) as r:
+        made = await created(r.http, input="x" * 9000)
+        memory = r.router.server.body_memory
+        await r.until(lambda: memory.held == 0)
+        memory.reserve(8000, None, 0)
+        asked = [
+            r.http.get(f"{PATH}/{made['id']}"),
+            r.http.get(f"{PATH}/{made['id']}/input_items"),
+            r.http.get(f"{PATH}/{made['id']}?stream=true"),
+            r.http.post(f"{PATH}/{made['id']}/cancel"),
+        ]
+        for told in await asyncio.gather(*asked):
+            assert (told.status_code, "--max-inflight-bytes" in told.text) == (503, True)
+        assert memory.held == 8000
+        memory.release(8000, None)
+        assert (await r.http.get(f"{PATH}/{made['id']}")).json() == made
+        assert memory.held == 0
+
+
+async def test_an_answer_that_is_not_read_counts_in_the_memory_of_bodies(tmp_path: Path) -> None:
+    """A response of any size was written at once, and stayed in memory for a minute on each connection that did not
+    read it."""
+    size = 24 << 20
+
+    async def answer(connection: Connection, request: Received) -> None:
+        name = f"resp_{request.headers['x-argosy-internal-response-id']}"
+        connection.answer(200, json.dumps(whole(id=name, instructions="x" * size)).encode())
+
+    async with stateful(tmp_path, answer) as r:
+        made = await created(r.http)
+        memory = r.router.server.body_memory
+        await r.until(lambda: memory.held == 0)
+        async with raw(r.router) as (reader, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(f"GET {PATH}/{made['id']} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+            await r.until(lambda: any(connection.is_behind for connection in r.router.server.connections))
+            written = [c.transport.get_write_buffer_size() for c in r.router.server.connections]
+            assert sum(written) < 2 << 20
+            assert memory.held >= size
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert (await read_all(reader)).count(b"x" * 1000) >= size // 1000 - 200
+        await r.until(lambda: memory.held == 0)
+        async with raw(r.router) as (_, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(f"GET {PATH}/{made['id']} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+            await r.until(lambda: any(connection.is_behind for connection in r.router.server.connections))
+        await r.until(lambda: memory.held == 0)
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:

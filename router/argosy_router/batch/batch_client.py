@@ -132,8 +132,18 @@ class BatchClient:
         """Whether the breaker is open: the program is not asked."""
         return self.has_failed and (self._is_trying or self._now() < self._open_until)
 
-    async def call(self, method: str, path: str, account: str, body: bytes = b"") -> ProgramAnswer:
+    async def call(
+        self,
+        method: str,
+        path: str,
+        account: str,
+        body: bytes = b"",
+        reserve: Callable[[int], None] | None = None,
+    ) -> ProgramAnswer:
         """Ask, and read the whole answer.
+
+        Args:
+            reserve: called with the bytes of the answer before they are read; may raise ApiError.
 
         Raises:
             ApiError: the program refuses, or does not answer in time.
@@ -141,6 +151,8 @@ class BatchClient:
         with self._watched() as succeed:
             async with asyncio.timeout(self._call_s):
                 async with self._asked(method, path, account, {}, body) as response:
+                    if reserve is not None and response.status < 400:
+                        reserve(_length_of(response))
                     answer = ProgramAnswer(response.status, await read_all(response))
             if answer.status >= 400:
                 raise error_of(*answer)
@@ -291,6 +303,17 @@ class BatchClient:
         self._failures += 1
         if self.has_failed:
             self._open_until = self._now() + OPEN_S
+
+
+def _length_of(response: aiohttp.ClientResponse) -> int:
+    """Return the length of an answer's body. The program tells it of all answers that are no files.
+
+    Raises:
+        StorageUnavailable: it does not.
+    """
+    if response.content_length is None:
+        raise StorageUnavailable
+    return response.content_length
 
 
 async def read_all(response: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:

@@ -122,12 +122,17 @@ class ResponseStore:
             "POST", f"{RESPONSES_PATH}/{response_id}", account, msgspec.json.encode(record)
         )
 
-    async def find(self, account: str, response_id: str) -> StoredResponse | None:
-        """Return a record; None if the account has none of this id."""
+    async def find(
+        self, account: str, response_id: str, reserve: Callable[[int], None] | None = None
+    ) -> StoredResponse | None:
+        """Return a record; None if the account has none of this id. `reserve` is called with its size before it is
+        read, and may refuse that by an ApiError."""
         if not object_ids.is_id(response_id):
             return None
         try:
-            answer = await self._program.call("GET", f"{RESPONSES_PATH}/{response_id}", account)
+            answer = await self._program.call(
+                "GET", f"{RESPONSES_PATH}/{response_id}", account, reserve=reserve
+            )
         except ResponseNotFound:
             return None
         return _decoded(answer.body)

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 4096
 """Requests that wait for the storage at a time. Owners share them (`OwnerSlots`)."""
+PIECE_BYTES: Final = 256 * 1024
+"""A longer answer is sent as its client reads it. Until all of it is sent it counts in the memory of bodies."""
 _TRUE: Final = frozenset(("true", "True", "1"))
 _JSON: Final = b"content-type: application/json\r\n"
 _COUNT: Final = b"/v1/responses/input_tokens"
@@ -71,17 +73,31 @@ class _Pending:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.task: asyncio.Task[None] | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
         client.attach(self)
+
+    async def respond(self, headers: bytes, body: bytes) -> None:
+        """Answer with status 200, and a long body as the client reads it. Returns once what is left is in the
+        connection's own buffer."""
+        if len(body) <= PIECE_BYTES:
+            self.client.respond(200, headers, body)
+            return
+        self.client.start(200, headers, body[:PIECE_BYTES])
+        for start in range(PIECE_BYTES, len(body), PIECE_BYTES):
+            await self._may_write.wait()
+            self.client.send(body[start : start + PIECE_BYTES])
+        self.client.finish()
 
     def on_client_lost(self) -> None:
         if self.task is not None:
             self.task.cancel()
 
     def on_client_paused(self) -> None:
-        pass
+        self._may_write.clear()
 
     def on_client_resumed(self) -> None:
-        pass
+        self._may_write.set()
 
 
 class StatefulRoutes:
@@ -98,7 +114,8 @@ class StatefulRoutes:
     ) -> None:
         """
         Args:
-            memory: of request bodies; what is loaded for a request counts in it until the request has ended.
+            memory: of request bodies; what is loaded for a request counts in it, from before it is read until the
+                request has ended, or is answered with it.
             count_rejection: counts a refusal by its request's id, status and reason.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
@@ -128,7 +145,9 @@ class StatefulRoutes:
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
             self._later(
-                client, owner, self._respond(client, owner, response_id, path[2], request, request_id)
+                client,
+                owner,
+                lambda pending: self._respond(pending, owner, response_id, path[2], request, request_id),
             )
             return
         require_method(request, b"POST")
@@ -139,7 +158,7 @@ class StatefulRoutes:
         if not (asked.background or referenced_responses(asked)):
             self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
             return
-        self._later(client, owner, self._resolve(client, request, account, request_id, asked))
+        self._later(client, owner, lambda _: self._resolve(client, request, account, request_id, asked))
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end what is generated in the background."""
@@ -149,12 +168,13 @@ class StatefulRoutes:
         await self._background.close()
         await self._stored.close()
 
-    def _later(self, client: Client, owner: str, work: Coroutine[Any, Any, None]) -> None:
+    def _later(
+        self, client: Client, owner: str, work: Callable[[_Pending], Coroutine[Any, Any, None]]
+    ) -> None:
         if not self._slots.take(owner):
-            work.close()
             raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
         pending = _Pending(client)
-        pending.task = task = asyncio.create_task(work, name="responses")
+        pending.task = task = asyncio.create_task(work(pending), name="responses")
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._on_done(task, owner))
 
@@ -220,11 +240,10 @@ class StatefulRoutes:
         found: dict[str, StoredResponse] = {}
         size = 0
         for response_id in referenced_responses(asked):
-            record = await self._stored.find(owner, response_id)
+            record = await self._stored.find(owner, response_id, reserved.grow)
             if record is not None:
                 size += record.size
                 self._bound(size)
-                reserved.grow(record.size)
                 found[response_id] = record
         return found
 
@@ -278,50 +297,61 @@ class StatefulRoutes:
 
     async def _respond(
         self,
-        client: Client,
+        pending: _Pending,
         owner: str,
         response_id: str,
         action: bytes | None,
         request: Request,
         request_id: bytes,
     ) -> None:
-        ids = id_headers(request_id, request.path)
+        client, ids = pending.client, id_headers(request_id, request.path)
+        reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             query = _query(request)
             if action is None and request.method == b"GET" and query.get("stream") in _TRUE:
-                await self._find(owner, response_id)
+                await self._find(owner, response_id, reserved)
                 position = _position(query.get("starting_after"))
                 self._background.follow(client, owner, response_id, position, ids)
             else:
-                client.respond(200, _JSON + ids, await self._answer(owner, response_id, action, request))
+                answer = await self._answer(owner, response_id, action, request, reserved)
+                await pending.respond(_JSON + ids, answer)
         except ApiError as error:
             self._refuse(client, error, request, request_id)
         except Exception:
             log.exception("request %s failed", request_id.decode())
             self._refuse(client, InternalError("internal error"), request, request_id)
+        finally:
+            reserved.release()
 
-    async def _answer(self, owner: str, response_id: str, action: bytes | None, request: Request) -> bytes:
+    async def _answer(
+        self,
+        owner: str,
+        response_id: str,
+        action: bytes | None,
+        request: Request,
+        reserved: BodyReservation,
+    ) -> bytes:
         if action == b"cancel":
             require_method(request, b"POST")
-            return await self._cancel(owner, response_id)
+            return await self._cancel(owner, response_id, reserved)
         if action == b"input_items":
             require_method(request, b"GET")
-            return await self._list(owner, response_id, _query(request))
+            return await self._list(owner, response_id, _query(request), reserved)
         if require_method(request, b"GET", b"DELETE") == b"GET":
-            return bytes((await self._find(owner, response_id)).response)
+            return bytes((await self._find(owner, response_id, reserved)).response)
         if not await self._stored.remove(owner, response_id):
             raise response_not_found(response_id)
         self._background.end(owner, response_id)
         return msgspec.json.encode(DeletedResponse(id=response_id))
 
-    async def _find(self, owner: str, response_id: str) -> StoredResponse:
-        record = await self._stored.find(owner, response_id)
+    async def _find(self, owner: str, response_id: str, reserved: BodyReservation) -> StoredResponse:
+        record = await self._stored.find(owner, response_id, reserved.grow)
         if record is None:
             raise response_not_found(response_id)
         return record
 
-    async def _cancel(self, owner: str, response_id: str) -> bytes:
-        record = await self._find(owner, response_id)
+    async def _cancel(self, owner: str, response_id: str, reserved: BodyReservation) -> bytes:
+        record = await self._find(owner, response_id, reserved)
         if not record.state().background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
         cancelled = msgspec.Raw(with_status(bytes(record.response), "cancelled"))
@@ -332,7 +362,9 @@ class StatefulRoutes:
             self._background.end(owner, response_id)
         return bytes(now.response)
 
-    async def _list(self, owner: str, response_id: str, query: dict[str, str]) -> bytes:
+    async def _list(
+        self, owner: str, response_id: str, query: dict[str, str], reserved: BodyReservation
+    ) -> bytes:
         given, order = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
         limit = int(given) if given.isascii() and given.isdigit() and len(given) < 4 else 0
         if not 1 <= limit <= MAX_PAGE:
@@ -340,7 +372,7 @@ class StatefulRoutes:
         if order not in ("asc", "desc"):
             raise BadRequest("order must be asc or desc", param="order")
         direction: Literal["asc", "desc"] = "asc" if order == "asc" else "desc"
-        record = await self._find(owner, response_id)
+        record = await self._find(owner, response_id, reserved)
         return msgspec.json.encode(
             page_of_items(record, after=query.get("after"), limit=limit, order=direction)
         )
