@@ -8,6 +8,7 @@ a request is about belongs to the account that its router names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ from argosy_batch.batches_api import BatchesApi
 from argosy_batch.files_api import FileContent, FilesApi
 from argosy_batch.metrics import BatchMetrics
 from argosy_batch.multipart import boundary_of
+from argosy_batch.owner_turns import OwnerTurns
 from argosy_batch.storage.object_store import owner_of
 from argosy_batch.stored_responses import StoredResponses, owner_of_responses
 from argosy_protocol.batch_program import (
@@ -35,6 +37,7 @@ from argosy_protocol.batch_program import (
     Heartbeats,
     account_name,
     joined,
+    pieces,
 )
 from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import (
@@ -59,8 +62,11 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 """Of a request that makes a batch, or is about heartbeats."""
 MAX_RECORD_BYTES: Final = 256 * 1024 * 1024
 """Of a response and its conversation, and of all of them that are being received."""
+MAX_RECORDS_READ: Final = 4
+"""Responses that are read of the storage and sent to routers at a time. Accounts take turns."""
 RECORD_S: Final = 40.0
-"""Time in which a response must arrive: a router waits no longer. One that is gone holds its memory no longer."""
+"""Time in which a response must arrive, or be taken: a router waits no longer. One that is gone holds its memory no
+longer."""
 _JSON: Final = "application/json"
 Handler = Callable[[Request, str], Awaitable[Response]]
 T = TypeVar("T")
@@ -85,6 +91,7 @@ class BatchApp:
         self._metrics = metrics
         self._is_ready = is_ready
         self._downloads = OwnerSlots(MAX_DOWNLOADS)
+        self._reading = OwnerTurns(MAX_RECORDS_READ)
         self._record_bytes = 0
         """Of records that are being received or written."""
 
@@ -206,11 +213,15 @@ class BatchApp:
     # responses
 
     async def _response(self, request: Request, account: str) -> Response:
-        response_id = request.path_params["id"]
-        found = await self._responses.find(owner_of_responses(account), response_id)
-        if found is None:
-            raise response_not_found(response_id)
-        return _encoded(found)
+        response_id, owner = request.path_params["id"], owner_of_responses(account)
+        async with contextlib.AsyncExitStack() as turn:
+            await turn.enter_async_context(self._reading.turn(owner))
+            if await request.is_disconnected():  # its router has given up while it waited
+                raise Unavailable("the request has ended", retry_after_s=1.0)
+            found = await self._responses.find(owner, response_id)
+            if found is None:
+                raise response_not_found(response_id)
+            return _Record(msgspec.json.encode(found), turn.pop_all().aclose)
 
     async def _add_response(self, request: Request, account: str) -> Response:
         async def add(record: StoredResponse) -> Response:
@@ -262,6 +273,23 @@ class BatchApp:
         beats = _decoded(await _body(request, MAX_BODY_BYTES), Heartbeats)
         await self._responses.heartbeats.beat(beats.ids)
         return _json(b"{}")
+
+
+class _Record(StreamingResponse):
+    """A response on its way to a router, as that reads it; `on_end` is called once."""
+
+    def __init__(self, record: bytes, on_end: Callable[[], Awaitable[None]]) -> None:
+        self._on_end = on_end
+        super().__init__(pieces(record), headers={"content-length": str(len(record))}, media_type=_JSON)
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            async with asyncio.timeout(RECORD_S):
+                await super().__call__(*args)
+        except TimeoutError:
+            log.warning("a router has not taken a response in time")
+        finally:
+            await self._on_end()
 
 
 class _Download(StreamingResponse):

@@ -90,7 +90,7 @@ class BatchProgram:
             ttl_s=config.storage_ttl_s,
             on_created=self.runner.wake,
         )
-        self._responses = StoredResponses(self.store)
+        self.responses = StoredResponses(self.store)
         self.metrics.follow(
             statuses=self.runner.statuses,
             inflight=lambda: self.pace.inflight,
@@ -100,7 +100,7 @@ class BatchProgram:
         self.app = BatchApp(
             self.files,
             self._batches,
-            self._responses,
+            self.responses,
             self._keys,
             self.metrics,
             lambda: not self.stopping.is_set(),
@@ -166,7 +166,7 @@ class BatchProgram:
                 for task in self._tasks[1:]:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                await self._responses.close()
+                await self.responses.close()
                 for listening in sockets:
                     listening.close()
 

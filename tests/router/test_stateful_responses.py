@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from argosy_batch.config import BatchConfig
+from argosy_batch.program import BatchProgram
 from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_batch.storage.object_store import ObjectStore
 from argosy_batch.storage.owner_usage import Quota, QuotaExceeded
@@ -362,6 +363,36 @@ async def test_an_answer_that_is_not_read_counts_in_the_memory_of_bodies(tmp_pat
             writer.write(f"GET {PATH}/{made['id']} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
             await r.until(lambda: any(connection.is_behind for connection in r.router.server.connections))
         await r.until(lambda: memory.held == 0)
+
+
+async def test_records_are_read_for_routers_a_few_at_a_time_and_accounts_take_turns(tmp_path: Path) -> None:
+    """All were read at once, whatever they took: thirty of 20 MB half a gigabyte."""
+    begun: list[str] = []
+    may_go = asyncio.Event()
+
+    def prepare(jobs: BatchProgram) -> None:
+        find = jobs.responses.find
+
+        async def slow(owner: str, response_id: str) -> StoredResponse | None:
+            begun.append(owner)
+            await may_go.wait()
+            return await find(owner, response_id)
+
+        jobs.responses.find = slow  # type: ignore[method-assign]
+
+    given: dict[str, Any] = {"api_keys": SECRETS, "storage": storage(tmp_path), "prepare": prepare}
+    async with rig([FakeEngine(script=Gate())], **given) as r:
+        keys = [{"authorization": f"Bearer {secret}"} for secret in SECRETS]
+        told = [await r.http.post(PATH, json=body(), headers=key) for key in keys]
+        paths = [f"{PATH}/{each.json()['id']}" for each in told]
+        first = [asyncio.ensure_future(r.http.get(paths[0], headers=keys[0])) for _ in range(9)]
+        await r.until(lambda: bool(begun))
+        other = asyncio.ensure_future(r.http.get(paths[1], headers=keys[1]))
+        await r.until(lambda: len(set(begun)) == 2)
+        num_begun = len(begun)
+        may_go.set()
+        assert num_begun == 2
+        assert {each.status_code for each in await asyncio.gather(*first, other)} == {200}
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:
