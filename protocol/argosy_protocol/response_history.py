@@ -9,8 +9,8 @@ and whose they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -25,6 +25,8 @@ MAX_REFERENCED = 64
 MAX_REFERENCED_BYTES = 32 << 20
 """Bytes of the items that one input may refer to, each as often as it does: as many as a request's body may have.
 Thousands of references of sixty bytes may all be to one item of a megabyte."""
+STEP_BYTES: Final = 512 * 1024
+"""Of items, for which a step of a generator here takes some milliseconds: a conversation may have 32 MB."""
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 """Items of one page of input items, as in OpenAI's API."""
@@ -97,7 +99,29 @@ def referenced_responses(request: ResponsesRequest) -> list[str]:
     return needed
 
 
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+"""Work that is done in steps, between which others may have their turn."""
+
+
+def done(steps: Steps[_T]) -> _T:
+    """Do all steps at once; return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
 def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredResponse]) -> list[ResponseItem]:
+    """Do what `resolving` does at once."""
+    return done(resolving(request, stored))
+
+
+def resolving(
+    request: ResponsesRequest, stored: Mapping[str, StoredResponse]
+) -> Steps[list[ResponseItem]]:
     """Return the whole conversation: that of the previous response, its output, and the input.
 
     Args:
@@ -120,7 +144,7 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
                 f"the response {previous!r} is {state.status}; wait until it has ended",
                 param="previous_response_id",
             )
-        conversation = _items_of(record, state)
+        conversation = yield from _items_of(record, state)
     known: dict[str, ResponseItem] | None = None
     sizes: dict[str, int] = {}
     size = 0
@@ -129,7 +153,7 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
             conversation.append(item)
             continue
         if known is None:
-            known = _by_id(stored.values())
+            known = yield from _by_id(stored.values())
         item_id = item.id or ""
         found = known.get(item_id)
         if found is None:
@@ -147,12 +171,23 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
 
 
 def identified_items(items: Iterable[ResponseItem], response_id: str) -> list[msgspec.Raw]:
+    """Do what `identifying` does at once."""
+    return done(identifying(items, response_id))
+
+
+def identifying(items: Iterable[ResponseItem], response_id: str) -> Steps[list[msgspec.Raw]]:
     """Encode a conversation's items as OpenAI's API returns them, with ids for those that have none."""
     owner = response_id.removeprefix(ID_PREFIX)
-    return [
-        msgspec.Raw(msgspec.json.encode(_complete(item, f"{owner}_i{number}")))
-        for number, item in enumerate(items)
-    ]
+    encoded: list[msgspec.Raw] = []
+    size = 0
+    for number, item in enumerate(items):
+        data = msgspec.json.encode(_complete(item, f"{owner}_i{number}"))
+        encoded.append(msgspec.Raw(data))
+        size += len(data)
+        if size >= STEP_BYTES:
+            size = 0
+            yield
+    return encoded
 
 
 def page_of_items(
@@ -199,12 +234,24 @@ def _response_of(item_id: str) -> str | None:
     return ID_PREFIX + owner if owner else None
 
 
-def _items_of(record: StoredResponse, state: ResponseState) -> list[ResponseItem]:
-    return [*map(_decode_item, record.items), *state.output]
+def _items_of(record: StoredResponse, state: ResponseState) -> Steps[list[ResponseItem]]:
+    items: list[ResponseItem] = []
+    size = 0
+    for item in record.items:
+        items.append(_decode_item(item))
+        size += len(bytes(item))
+        if size >= STEP_BYTES:
+            size = 0
+            yield
+    return [*items, *state.output]
 
 
-def _by_id(records: Iterable[StoredResponse]) -> dict[str, ResponseItem]:
-    return {item.id: item for record in records for item in _items_of(record, record.state()) if item.id}
+def _by_id(records: Iterable[StoredResponse]) -> Steps[dict[str, ResponseItem]]:
+    known: dict[str, ResponseItem] = {}
+    for record in records:
+        items = yield from _items_of(record, record.state())
+        known |= {item.id: item for item in items if item.id}
+    return known
 
 
 def _complete(item: ResponseItem, default_id: str) -> dict[str, Any]:

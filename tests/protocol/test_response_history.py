@@ -11,11 +11,16 @@ import pytest
 from argosy_protocol.errors import BadRequest, PayloadTooLarge, ResponseNotFound
 from argosy_protocol.response_history import (
     MAX_REFERENCED_BYTES,
+    STEP_BYTES,
     StoredResponse,
+    Steps,
+    done,
     identified_items,
+    identifying,
     page_of_items,
     referenced_responses,
     resolved_items,
+    resolving,
 )
 from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
 
@@ -150,3 +155,26 @@ def test_many_references_to_a_large_item_are_refused(is_output: bool) -> None:
     with pytest.raises(PayloadTooLarge, match=f"exceed {MAX_REFERENCED_BYTES} bytes") as refusal:
         resolved_items(request(input=[reference] * count), {"resp_a": record})
     assert refusal.value.param == "input"
+
+
+@pytest.mark.parametrize("work", ["previous", "reference", "ids"])
+def test_a_large_conversation_is_read_and_written_in_steps(work: str) -> None:
+    """It was in one go, in the event loop of a router: a request of a hundred bytes that continues 20 MB held up all
+    others for 200 ms."""
+    given = [ResponseItem(role="user", content="x" * 8192) for _ in range(1024)]
+    ids = identified_items(given, "resp_a")
+    state = {"id": "resp_a", "status": "completed", "output": [ANSWER]}
+    found = {"resp_a": StoredResponse(msgspec.Raw(json.dumps(state).encode()), ids)}
+    fields = {"previous_response_id": "resp_a"} if work == "previous" else {"input": [{"id": "msg_a_i7"}]}
+    steps: Steps[Any] = identifying(given, "resp_a") if work == "ids" else resolving(request(**fields), found)
+    number = 0
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(steps)
+            number += 1
+    assert number >= (8 << 20) // STEP_BYTES
+    if work == "ids":
+        assert end.value.value == ids
+    else:
+        assert end.value.value == resolved_items(request(**fields), found)
+        assert done(resolving(request(**fields), found)) == end.value.value

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -29,11 +29,14 @@ from argosy_protocol.owner_slots import OwnerSlots
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
+    STEP_BYTES,
     StoredResponse,
-    identified_items,
+    Steps,
+    identifying,
     page_of_items,
     referenced_responses,
     resolved_items,
+    resolving,
     response_not_found,
 )
 from argosy_protocol.response_object import DeletedResponse, begun_response, with_status
@@ -65,6 +68,21 @@ _PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_ite
 
 Send = Callable[[Client, Request, Account, bytes, bytes], None]
 """Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
+
+
+_T = TypeVar("_T")
+
+
+async def _in_turns(steps: Steps[_T]) -> _T:
+    """Do work in steps, so that other requests have their turn between them: a request of a hundred bytes may continue
+    a conversation of 32 MB."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        await asyncio.sleep(0)
 
 
 class _Pending:
@@ -199,7 +217,8 @@ class StatefulRoutes:
             owner = account.name
 
             async def store(response: bytes) -> None:
-                record = StoredResponse(msgspec.Raw(response), identified_items(conversation, response_id))
+                items = await _in_turns(identifying(conversation, response_id))
+                record = StoredResponse(msgspec.Raw(response), items)
                 await self._stored.keep(owner, response_id, record)
 
             client = StoringClient(client, response_id, store)
@@ -212,9 +231,9 @@ class StatefulRoutes:
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             found = await self._found(account.name, asked, reserved)
-            conversation = resolved_items(asked, found)
+            conversation = await _in_turns(resolving(asked, found))
             if found:
-                request.body = with_fields(request.body, {"input": self._encoded(conversation, reserved)})
+                request.body = with_fields(request.body, {"input": await _in_turns(self._encoding(conversation, reserved))})
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
                 reserved.grow(request.body_bytes)
@@ -247,15 +266,21 @@ class StatefulRoutes:
                 found[response_id] = record
         return found
 
-    def _encoded(self, conversation: list[ResponseItem], reserved: BodyReservation) -> msgspec.Raw:
+    def _encoding(
+        self, conversation: list[ResponseItem], reserved: BodyReservation
+    ) -> Steps[msgspec.Raw]:
         """Encode a conversation item by item: many items may refer to one large one."""
         encoded: list[bytes] = []
-        size = 0
+        size = step = 0
         for item in conversation:
             encoded.append(msgspec.json.encode(item))
             size += len(encoded[-1]) + 1
             self._bound(size)
             reserved.grow(len(encoded[-1]))
+            step += len(encoded[-1])
+            if step >= STEP_BYTES:
+                step = 0
+                yield
         return msgspec.Raw(b"[%b]" % b",".join(encoded))
 
     def _bound(self, size: int) -> None:
@@ -281,7 +306,8 @@ class StatefulRoutes:
         queued = msgspec.json.encode(
             begun_response(asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p)
         )
-        record = StoredResponse(msgspec.Raw(queued), identified_items(conversation, response_id))
+        items = await _in_turns(identifying(conversation, response_id))
+        record = StoredResponse(msgspec.Raw(queued), items)
 
         def send(run: Client) -> None:
             self._send(run, request, account, request_id, response_id.encode())
