@@ -16,10 +16,11 @@ from argosy_batch.storage.directory_store import DirectoryStore
 from argosy_batch.storage.object_store import ObjectStore
 from argosy_batch.storage.owner_usage import Quota
 from argosy_batch.stored_responses import StoredResponses
+from argosy_protocol.errors import TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
-from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.background_responses import MAX_FOLLOWERS, BackgroundResponses
 from argosy_router.responses.background_run import WRITE_BYTES, BackgroundRun
 
 from .harness import until
@@ -51,6 +52,10 @@ class Reader:
         while not self.end.is_set():
             self.read()
             await asyncio.sleep(0)
+
+    def leave(self) -> None:
+        assert self._listener is not None
+        self._listener.on_client_lost()
 
     def attach(self, listener: ClientListener) -> None:
         self._listener = listener
@@ -241,3 +246,17 @@ async def test_events_end_with_any_blank_line_wherever_pieces_are_cut() -> None:
             run.send(stream[start : start + step])
         run.finish()
         assert run.events == [b"data: a\n\n", b"data: b\n\n", b"data: c\ndata: d\n\n"]
+
+
+async def test_a_run_is_followed_by_a_few_clients_at_a_time(tmp_path: Path) -> None:
+    """A thousand connections that follow one response made each of its events a thousand writes."""
+    runs = Runs(tmp_path)
+    name, engine = await runs.begin()
+    first = [runs.follow(name) for _ in range(MAX_FOLLOWERS)]
+    with pytest.raises(TooManyRequests, match="stream this response already"):
+        runs.follow(name)
+    first[0].leave()
+    runs.follow(name)
+    engine.start(200, b"", delta(0, 10))
+    assert [len(reader.writes) for reader in first] == [0] + [1] * (MAX_FOLLOWERS - 1)
+    await runs.background.close()

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 MAX_RUNS: Final = 1024
 """Runs of one router at a time."""
 MAX_RUNS_OF_OWNER: Final = 256
+MAX_FOLLOWERS: Final = 8
+"""Clients that follow one run at a time: each event of it is sent to all of them, and costs its owner no more for many
+than for one."""
 MAX_EVENT_BYTES: Final = 64 * 1024 * 1024
 """Events of all runs together, also of those that have ended."""
 POLL_S: Final = 2.0
@@ -110,6 +113,7 @@ class BackgroundResponses:
 
         Raises:
             BadRequest: this router has no such run, or not its events.
+            TooManyRequests: many clients follow it already.
         """
         run = self._runs.get((owner, response_id))
         if run is None or not run.is_streamed or run.is_forgotten:
@@ -117,6 +121,12 @@ class BackgroundResponses:
                 "only a response that was created with background and stream can be streamed, by the router that "
                 "created it while it keeps its events; retrieve it without stream",
                 param="stream",
+            )
+        if len(run.followers) >= MAX_FOLLOWERS:
+            raise TooManyRequests(
+                f"{MAX_FOLLOWERS} clients stream this response already; retry later, or retrieve it without stream",
+                param="stream",
+                retry_after_s=1.0,
             )
         Follower(client, run, position, STREAM_HEADERS + headers).push()
 
