@@ -58,22 +58,30 @@ async def split_lines(
     chunks: AsyncIterable[bytes], max_bytes: int
 ) -> AsyncGenerator[tuple[int, bytes | None], None]:
     """Yield the lines that are not blank, with their numbers (from 1); None for one that exceeds `max_bytes`."""
-    number, held, is_too_long = 1, b"", False
+    number, size, is_too_long = 1, 0, False
+    held: list[bytes] = []
     async for chunk in chunks:
-        *lines, rest = (held + chunk).split(b"\n")
-        for line in lines:
-            if is_too_long or len(line) > max_bytes:
+        *ended, rest = chunk.split(b"\n")
+        for piece in ended:
+            if is_too_long or size + len(piece) > max_bytes:
                 yield number, None
-            elif not line.isspace() and line:
-                yield number, line
+            else:
+                line = b"".join((*held, piece)) if held else piece
+                if not line.isspace() and line:
+                    yield number, line
             number += 1
-            is_too_long = False
-        is_too_long = is_too_long or len(rest) > max_bytes
-        held = b"" if is_too_long else rest
+            held, size, is_too_long = [], 0, False
+        size += len(rest)
+        is_too_long = is_too_long or size > max_bytes
+        if is_too_long:
+            held = []
+        elif rest:
+            held.append(rest)
+    line = b"".join(held)
     if is_too_long:
         yield number, None
-    elif held and not held.isspace():
-        yield number, held
+    elif line and not line.isspace():
+        yield number, line
 
 
 async def validate(chunks: AsyncGenerator[bytes, None], endpoint: str, max_requests: int) -> Validation:

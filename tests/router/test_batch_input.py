@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
@@ -96,3 +97,19 @@ async def test_a_file_with_too_many_requests_is_refused_before_all_is_read() -> 
     found: Any = await validate(endless(), CHATS, 100)
     assert [error.code for error in found.errors] == ["maximum_requests_exceeded"]
     assert num_read < 5
+
+
+async def test_the_time_for_a_line_grows_with_its_length() -> None:
+    """A line of results may have 64 MiB, and comes in pieces of 256 KiB, with each of which all before were copied: one
+    of 16 times the length took 256 times as long."""
+
+    async def cpu_s(number: int) -> float:
+        times = []
+        for _ in range(3):
+            begun = time.process_time()
+            found = [each async for each in split_lines(pieces([b"x" * 16384] * number), 1 << 30)]
+            times.append(time.process_time() - begun)
+            assert [len(text or b"") for _, text in found] == [16384 * number]
+        return min(times)
+
+    assert await cpu_s(2048) < 64 * max(await cpu_s(128), 0.0005)
