@@ -119,9 +119,7 @@ def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredRespons
     return done(resolving(request, stored))
 
 
-def resolving(
-    request: ResponsesRequest, stored: Mapping[str, StoredResponse]
-) -> Steps[list[ResponseItem]]:
+def resolving(request: ResponsesRequest, stored: Mapping[str, StoredResponse]) -> Steps[list[ResponseItem]]:
     """Return the whole conversation: that of the previous response, its output, and the input.
 
     Args:

@@ -61,7 +61,9 @@ def test_the_time_to_drop_comments_grows_with_their_number(line: bytes) -> None:
 
     def cpu_s(number: int) -> float:
         events = line * number + b"data: a\n\n"
-        return min(timeit.repeat(lambda: without_comments(events), timer=time.process_time, number=1, repeat=3))
+        return min(
+            timeit.repeat(lambda: without_comments(events), timer=time.process_time, number=1, repeat=3)
+        )
 
     assert without_comments(line * 9 + b"data: a\n\n") == b"data: a\n\n"
     assert cpu_s(320_000) < 64 * max(cpu_s(20_000), 0.0005)
@@ -83,7 +85,16 @@ def test_comments_are_dropped_up_to_an_event_or_token_ids(pieces: list[str]) -> 
 @given(
     st.lists(
         st.sampled_from(
-            ["event: response.completed", "event:response.failed", "x", "\n", "\r\n", "data: a", "data:b", "event: "]
+            [
+                "event: response.completed",
+                "event:response.failed",
+                "x",
+                "\n",
+                "\r\n",
+                "data: a",
+                "data:b",
+                "event: ",
+            ]
         ),
         max_size=9,
     )

@@ -86,11 +86,16 @@ def named_data(events: bytes, name: re.Pattern[bytes]) -> tuple[int, int] | None
     """Return where the data of the first event of such a name begins and ends; None if there is no such event, or no
     data behind its name."""
     for start in named_events(events, name):
-        data = _DATA.match(events, events.find(b"\n", start)) if events.find(b"\n", start) >= 0 else None
-        if data is not None:
-            end = events.find(b"\n", data.end())
-            end = len(events) if end < 0 else end
-            return data.end(), end - (end > data.end() and events.endswith(b"\r", 0, end))
+        line_end = events.find(b"\n", start)
+        data = None if line_end < 0 else _DATA.match(events, line_end)
+        if data is None:
+            continue
+        begin, end = data.end(), events.find(b"\n", data.end())
+        if end < 0:
+            end = len(events)
+        if end > begin and events.startswith(b"\r", end - 1):
+            end -= 1
+        return begin, end
     return None
 
 

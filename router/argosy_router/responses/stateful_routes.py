@@ -30,8 +30,8 @@ from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
     STEP_BYTES,
-    StoredResponse,
     Steps,
+    StoredResponse,
     identifying,
     page_of_items,
     referenced_responses,
@@ -233,7 +233,9 @@ class StatefulRoutes:
             found = await self._found(account.name, asked, reserved)
             conversation = await _in_turns(resolving(asked, found))
             if found:
-                request.body = with_fields(request.body, {"input": await _in_turns(self._encoding(conversation, reserved))})
+                request.body = with_fields(
+                    request.body, {"input": await _in_turns(self._encoding(conversation, reserved))}
+                )
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
                 reserved.grow(request.body_bytes)
@@ -266,9 +268,7 @@ class StatefulRoutes:
                 found[response_id] = record
         return found
 
-    def _encoding(
-        self, conversation: list[ResponseItem], reserved: BodyReservation
-    ) -> Steps[msgspec.Raw]:
+    def _encoding(self, conversation: list[ResponseItem], reserved: BodyReservation) -> Steps[msgspec.Raw]:
         """Encode a conversation item by item: many items may refer to one large one."""
         encoded: list[bytes] = []
         size = step = 0
