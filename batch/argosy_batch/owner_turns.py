@@ -28,6 +28,11 @@ class OwnerTurns:
         self._lines: dict[str, _Line] = {}
         """Of owners that have a place or wait for one."""
 
+    @property
+    def num_owners(self) -> int:
+        """Owners that have a place or wait for one."""
+        return len(self._lines)
+
     @contextlib.asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
         """Wait for a place, and hold it inside the block."""

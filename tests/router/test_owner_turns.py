@@ -36,4 +36,4 @@ async def test_owners_take_turns_and_have_one_place_each() -> None:
         event.set()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert begun == ["a1", "b1", "c1", "a2", "a3"]
-    assert not turns._lines
+    assert turns.num_owners == 0
