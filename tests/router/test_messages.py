@@ -18,6 +18,7 @@ from argosy_protocol.anthropic import decode_messages_request
 from argosy_protocol.anthropic_chat import as_chat
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
 from argosy_protocol.prompt_segments import prompt_segments
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.proxy.upstream.relay import StreamRelay
 from message_events import message, parsed
 
@@ -318,7 +319,7 @@ async def test_other_engines_streams_are_counted_by_their_last_usage(
 def test_the_usage_at_the_beginning_of_a_stream_is_not_its_whole() -> None:
     """A stream that ends before it reports its output tokens is counted by what its events show."""
     whole_stream = documented({"input_tokens": 25, "output_tokens": 0}, {"output_tokens": 9}, 12)
-    relay = StreamRelay(None)
+    relay = StreamRelay(None, BodyReservation(BodyMemory(0), None, 0))
     relay.feed(whole_stream[: whole_stream.index(b"event: content_block_stop")])
     assert relay.usage is None
     assert relay.tokens(bytes_per_token=4.0) >= 12

@@ -14,6 +14,7 @@ from typing import Final
 from argosy_protocol.errors import ApiError, ErrorReason
 from argosy_router.fleet.replica_load import Charge
 from argosy_router.fleet.service import Choice
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value, render_headers
 from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
@@ -49,6 +50,7 @@ class EndpointPick:
         outliers: OutlierDetector,
         accounting: RequestAccounting,
         upstream_ids: UpstreamIds,
+        event_memory: BodyMemory,
         wheel: TimerWheel,
         now: Callable[[], float],
     ) -> None:
@@ -68,6 +70,7 @@ class EndpointPick:
         self._outliers = outliers
         self._accounting = accounting
         self._upstream_ids = upstream_ids
+        self._held_events = BodyReservation(event_memory, outcome.call.service, 0)
         self._now = now
         self._choice: Choice | None = None
         self._record: AttemptRecord | None = None
@@ -172,6 +175,7 @@ class EndpointPick:
         if status == 200 and content_type.startswith(b"text/event-stream"):
             self._relay = StreamRelay(
                 None,
+                self._held_events,
                 hides_usage=self._call.hides_usage,
                 is_response=self._call.endpoint == "responses",
             )
@@ -263,6 +267,7 @@ class EndpointPick:
         assert not self.is_over, "a request ends once"
         self.is_over = True
         self._prefill_end.end()
+        self._held_events.release()
         if self._charge is not None:
             self._charge.release()
         self.outcome.choice = self._choice

@@ -85,6 +85,7 @@ class Intake:
             outliers=self._outliers,
             accounting=self._accounting,
             upstream_ids=self._upstream_ids,
+            event_memory=self.requests.event_memory,
             wheel=self._wheel,
             now=self.requests.now,
         )

@@ -42,6 +42,11 @@ class EventCutter:
         """The unfinished event."""
         return b"".join(self._parts)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the unfinished event."""
+        return self._size
+
     def feed(self, data: bytes) -> bytes:
         """Add bytes; return the whole events now available, unchanged.
 

@@ -32,6 +32,7 @@ from argosy_protocol.errors import (
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.upstream_errors import (
     ConnectFailed,
@@ -75,6 +76,7 @@ class Exchange(AttemptListener):
         retry_budget: RetryBudget,
         accounting: RequestAccounting,
         upstream_ids: UpstreamIds,
+        event_memory: BodyMemory,
         wheel: TimerWheel,
         now: Callable[[], float],
     ) -> None:
@@ -92,6 +94,7 @@ class Exchange(AttemptListener):
         self._outliers = outliers
         self._accounting = accounting
         self._upstream_ids = upstream_ids
+        self._event_memory = event_memory
         self._wheel = wheel
         self._now = now
         self._attempt: Attempt | None = None
@@ -150,6 +153,7 @@ class Exchange(AttemptListener):
             choice,
             record,
             transcript,
+            BodyReservation(self._event_memory, call.service, 0),
             wheel=self._wheel,
             upstream_ids=self._upstream_ids,
             first_byte_timeout_s=self._dispatcher.first_byte_timeout_s(call, choice),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests, Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.flow_control.controller import FlowController
+from argosy_router.http.body_memory import BodyMemory
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
@@ -30,6 +31,7 @@ from argosy_router.proxy.queued_call import QueuedCall
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
 from argosy_router.proxy.resilience.retry_budget import RetryBudgets
+from argosy_router.proxy.upstream.relay import MAX_HELD_BYTES
 from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
 from argosy_router.ratelimit.key_limits import RateLimited
 
@@ -60,6 +62,8 @@ class RequestHandler:
         self._wheel = wheel
         self._comments = comments
         self._upstream_ids = UpstreamIds()
+        self.event_memory = BodyMemory(MAX_HELD_BYTES)
+        """Of the unfinished events of all streams."""
         self.now = now
         self.inflight = 0
         """Requests that have not ended, including queued ones."""
@@ -80,6 +84,7 @@ class RequestHandler:
             retry_budget=self._retry_budgets.of(call.service, self.now()),
             accounting=self._accounting,
             upstream_ids=self._upstream_ids,
+            event_memory=self.event_memory,
             wheel=self._wheel,
             now=self.now,
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
+from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.http.upstream_connection import UpstreamConnection
@@ -64,6 +65,7 @@ class Attempt:
         choice: Choice,
         record: AttemptRecord,
         transcript: Transcript | None,
+        held_events: BodyReservation,
         *,
         wheel: TimerWheel,
         upstream_ids: UpstreamIds,
@@ -73,10 +75,12 @@ class Attempt:
         """
         Args:
             transcript: what the client has of a stream that the attempt continues; None if it has nothing.
+            held_events: gets what is reserved for an unfinished event, and is released when the attempt is over.
             now: a monotonic clock.
         """
         self._listener = listener
         self._call = call
+        self._held_events = held_events
         self._wheel = wheel
         self._upstream_ids = upstream_ids
         self._first_byte_timeout_s = first_byte_timeout_s
@@ -92,7 +96,7 @@ class Attempt:
         resumed_tokens = 0
         if transcript is not None:
             self.relay = StreamRelay(
-                transcript, hides_usage=call.hides_usage, hides_progress=call.hides_progress
+                transcript, held_events, hides_usage=call.hides_usage, hides_progress=call.hides_progress
             )
             resumed_tokens = record.resumed_tokens = transcript.num_tokens
         tokens = choice.uncached_tokens + resumed_tokens
@@ -168,6 +172,7 @@ class Attempt:
         self.is_over = True
         self.replica.inflight_attempts.discard(self)
         self._charge.release()
+        self._held_events.release()
         for deadline in (self._overdue, self._prefill_end):
             if deadline is not None:
                 deadline.end()
@@ -256,6 +261,7 @@ class Attempt:
                 self.transcript = MessageTranscript(shape) if shape.is_message else Transcript(shape)
             self.relay = StreamRelay(
                 self.transcript,
+                self._held_events,
                 hides_usage=self._call.hides_usage,
                 hides_progress=self._call.hides_progress,
                 is_response=self._call.endpoint == "responses",

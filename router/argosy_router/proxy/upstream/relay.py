@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from argosy_protocol.errors import ResourceUnavailable
+from argosy_protocol.errors import ResourceUnavailable, Unavailable
+from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.sse import (
     MAX_EVENT_BYTES,
     MAX_RESPONSE_EVENT_BYTES,
@@ -36,6 +37,10 @@ from argosy_router.proxy.upstream.usage_scan import (
 MAX_BUFFERED_BYTES: Final = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
 once they have begun."""
+MAX_HELD_BYTES: Final = 512 * 1024 * 1024
+"""Unfinished events of all streams together, of which a service may have three times as much as is free."""
+_UNCOUNTED_BYTES: Final = 64 * 1024
+"""Of each stream: nearly no event is larger."""
 _RESOURCE_BUSY: Final = b'code":"%b"' % str(ResourceUnavailable.default_code).encode()
 """End of a field's name, `code` or `error_code`, and its value."""
 
@@ -89,12 +94,18 @@ class StreamRelay:
     def __init__(
         self,
         transcript: Transcript | None,
+        held: BodyReservation,
         *,
         hides_usage: bool = False,
         hides_progress: bool = False,
         is_response: bool = False,
     ) -> None:
-        """`is_response`: the stream is one of the Responses API."""
+        """
+        Args:
+            held: what is reserved for the unfinished event; released by the caller when the attempt is over.
+            is_response: the stream is one of the Responses API.
+        """
+        self._held = held
         self._cutter = EventCutter(MAX_RESPONSE_EVENT_BYTES if is_response else MAX_EVENT_BYTES)
         self._is_response = is_response
         self._transcript = transcript
@@ -138,6 +149,9 @@ class StreamRelay:
         except EventTooLarge:
             self.failure = OversizedEvent()
             return b""
+        if not self._reserve(self._cutter.size):
+            self.failure = Refused(503, is_resource_busy=True)
+            return b""
         if not self._last:
             events = without_comments(events)
             self._begun = message_start_usage(events)
@@ -156,6 +170,19 @@ class StreamRelay:
         if self._hides_progress:
             events = without_progress(events)
         return without_usage(events) if self._hides_usage else events
+
+    def _reserve(self, size: int) -> bool:
+        """Reserve the memory of the unfinished event; return whether there is enough."""
+        held = self._held
+        if held.size > size:
+            held.release()
+        if size <= _UNCOUNTED_BYTES or size == held.size:
+            return True
+        try:
+            held.grow(size - held.size)
+        except Unavailable:
+            return False
+        return True
 
     def end(self) -> bytes:
         """Note that the response is complete, and return what is left to forward; nothing if the stream was cut."""
