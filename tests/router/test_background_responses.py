@@ -260,3 +260,15 @@ async def test_a_run_is_followed_by_a_few_clients_at_a_time(tmp_path: Path) -> N
     engine.start(200, b"", delta(0, 10))
     assert [len(reader.writes) for reader in first] == [0] + [1] * (MAX_FOLLOWERS - 1)
     await runs.background.close()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_an_answer_that_is_no_stream_is_held_within_the_memory_of_bodies(is_streamed: bool) -> None:
+    """Each could take 64 MiB, and an owner may have 256."""
+    reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
+    run = BackgroundRun(OWNER, "resp_1", b"{}", is_streamed, reserved, lambda _: None)
+    run.start(200, b"", b"{" * 600_000)
+    assert not run.answer.done()
+    run.send(b"{" * 600_000)
+    assert await run.answer == (0, b"")
+    assert reserved.size <= 600_000

@@ -395,6 +395,24 @@ async def test_records_are_read_for_routers_a_few_at_a_time_and_accounts_take_tu
         assert {each.status_code for each in await asyncio.gather(*first, other)} == {200}
 
 
+async def test_what_is_kept_to_be_stored_is_within_the_memory_of_bodies(tmp_path: Path) -> None:
+    """Each answer could take 64 MiB, whatever was kept of others."""
+
+    async def answer(connection: Connection, request: Received) -> None:
+        name = f"resp_{request.headers['x-argosy-internal-response-id']}"
+        size = (3 << 20) if request.json["input"] == "long" else (2 << 20)
+        connection.answer(200, json.dumps(whole(id=name, instructions="x" * size)).encode())
+
+    server = ServerLimits(max_body_bytes=16_000, max_inflight_bytes=5 << 19)
+    async with rig([FakeEngine(script=answer)], storage=storage(tmp_path), server=server) as r:
+        long = await created(r.http, input="long")
+        assert len(long["instructions"]) == 3 << 20
+        assert (await r.http.get(f"{PATH}/{long['id']}")).status_code == 404
+        short = await created(r.http, input="short")
+        assert (await r.http.get(f"{PATH}/{short['id']}")).json() == short
+        await r.until(lambda: Held(r).size == 0)
+
+
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:
     async with stateful(tmp_path) as r:
         unstored = await created(r.http, store=False)

@@ -15,9 +15,10 @@ from typing import Final
 
 import msgspec
 
+from argosy_protocol.errors import Unavailable
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
-from argosy_router.http.sse import EventCutter
+from argosy_router.http.sse import EventCutter, EventTooLarge
 from argosy_router.responses.adopted_answer import (
     AdoptedAnswer,
     event_with_response_fields,
@@ -30,6 +31,8 @@ WRITE_BYTES: Final = 64 * 1024
 """Size from which events are not joined to one write."""
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
+MAX_PARTIAL_BYTES: Final = 1024 * 1024
+"""Pieces of a stream are whole events; an answer that has more without the end of one is no stream, nor a response."""
 _EVENT_OVERHEAD: Final = 64
 """Bytes that an event takes in memory beside its own: engines may send millions of short ones."""
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -50,7 +53,7 @@ class BackgroundRun:
         """
         Args:
             queued: the response that its client got at first, as JSON.
-            reserved: the memory of the request's body.
+            reserved: the memory of the request's body, and of an answer that comes in pieces and is no stream.
             count: told of more bytes of events.
         """
         self.owner = owner
@@ -82,7 +85,7 @@ class BackgroundRun:
         """The answer, unless it is a stream of events."""
         self._last = b""
         """The last event of the response, as the engine sent it."""
-        self._cutter = EventCutter(MAX_ANSWER_BYTES)
+        self._cutter = EventCutter(MAX_PARTIAL_BYTES)
 
     def attach(self, listener: ClientListener) -> None:
         self._listener = listener
@@ -105,10 +108,15 @@ class BackgroundRun:
         if self._size > MAX_ANSWER_BYTES:
             self.leave()
             return
-        if not self.is_streamed or self._status != 200:
-            self._body.append(data)
+        try:
+            if not self.is_streamed or self._status != 200:
+                self.reserved.grow(len(data))
+                self._body.append(data)
+                return
+            events = [event for event in self._whole_events(data) if event and not event.startswith(b":")]
+        except (EventTooLarge, Unavailable):
+            self.leave()
             return
-        events = [event for event in self._whole_events(data) if event and not event.startswith(b":")]
         for event in events:
             if begins_last(event):
                 self._last = event + b"\n\n"

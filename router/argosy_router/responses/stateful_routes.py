@@ -221,7 +221,9 @@ class StatefulRoutes:
                 record = StoredResponse(msgspec.Raw(response), items)
                 await self._stored.keep(owner, response_id, record)
 
-            client = StoringClient(client, response_id, store)
+            client = StoringClient(
+                client, response_id, store, BodyReservation(self._memory, request.account, request.body_bytes)
+            )
         self._send(client, request, account, request_id, response_id.encode())
 
     async def _resolve(

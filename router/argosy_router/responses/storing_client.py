@@ -14,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from argosy_protocol.errors import Unavailable
+from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.http.sse import named_data, named_events, response_events
 from argosy_router.responses.adopted_answer import AdoptedAnswer
@@ -54,15 +56,17 @@ def begins_last(events: bytes) -> bool:
 class StoringClient:
     """Wraps a client. A `Client`, and the `ClientListener` of the one it wraps."""
 
-    def __init__(self, client: Client, response_id: str, store: Store) -> None:
+    def __init__(self, client: Client, response_id: str, store: Store, reserved: BodyReservation) -> None:
         """
         Args:
             response_id: engines of other makes choose their own, which is replaced by this one.
             store: stores the response, given as JSON.
+            reserved: gets what is kept of an answer that is no stream, until that is stored.
         """
         self._client = client
         self._adopted = AdoptedAnswer(response_id)
         self._store = store
+        self._reserved = reserved
         self._listener: ClientListener | None = None
         self._is_stream = False
         self._parts: list[bytes] = []
@@ -132,6 +136,7 @@ class StoringClient:
         self._finish(response, self._send_end)
 
     def abort(self) -> None:
+        self._reserved.release()
         if not self._has_ended:
             self._client.abort()
 
@@ -139,6 +144,9 @@ class StoringClient:
 
     def on_client_lost(self) -> None:
         self._is_gone = True
+        if self._task is None:
+            self._parts = []
+            self._reserved.release()
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.on_client_lost()
@@ -164,10 +172,20 @@ class StoringClient:
         if self._is_stream:
             return
         self._size += len(data)
-        if self._size <= MAX_KEPT_BYTES:
+        if self._size <= MAX_KEPT_BYTES and self._reserve(len(data)):
             self._parts.append(data)
         else:
+            self._size = MAX_KEPT_BYTES  # nothing more of it is kept
             self._parts = []
+            self._reserved.release()
+
+    def _reserve(self, size: int) -> bool:
+        try:
+            self._reserved.grow(size)
+        except Unavailable:
+            log.warning("a response is not stored: its answer exceeds the memory for request bodies")
+            return False
+        return True
 
     def _is_last(self, events: bytes) -> bool:
         """Whether one of some whole events ends the response."""
@@ -187,5 +205,7 @@ class StoringClient:
         except Exception:
             log.exception("a response could not be stored")
         finally:
+            self._parts = []
+            self._reserved.release()
             if not self._is_gone:
                 answer()
