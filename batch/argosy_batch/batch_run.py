@@ -299,7 +299,7 @@ class BatchRun:
     async def _run_line(self, results: BatchResults, index: int, line: bytes, account: str) -> None:
         try:
             request = decode_line(line)
-            with self._context.answers.answer() as held:
+            with self._context.answers.answer(account) as held:
                 if await self._has_room(results):
                     result, tokens, is_error = await self._result(request, account, held)
                 else:

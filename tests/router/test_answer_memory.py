@@ -29,9 +29,9 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> None:
 class Reading:
     """One answer, and whether it is read."""
 
-    def __init__(self, memory: AnswerMemory) -> None:
+    def __init__(self, memory: AnswerMemory, account: str = "") -> None:
         self.is_read = True
-        self.held = HeldAnswer(memory)
+        self.held = HeldAnswer(memory, account)
         self.held.reads(self._pause, self._resume)
 
     def _pause(self) -> None:
@@ -69,6 +69,42 @@ def test_the_next_one_is_read_while_the_limit_is_exceeded() -> None:
     assert [each.is_read for each in (first, second, third)] == [True, False, False]
     first.held.clear()
     assert [second.is_read, third.is_read] == [True, False]
+
+
+def test_answers_that_do_not_end_leave_memory_to_those_of_other_accounts() -> None:
+    """A replica that sends little by little ends none of its answers. Three of them filled the memory, and batches of
+    all other accounts stood still until their windows were over."""
+    memory = AnswerMemory()
+    hostile = [Reading(memory, account) for account in ("one", "one", "two", "two", "three")]
+    for _ in range(60):
+        for each in hostile:
+            if each.is_read:
+                each.held.add(1)
+    assert hostile[0].is_read, "one is always completed"
+    assert memory.held <= 60 + 50
+    for number in range(3):
+        others = [Reading(memory, "other") for _ in range(4)]
+        for each in others:
+            each.held.add(1)
+        assert others[0].is_read, number
+        for each in others:
+            each.held.clear()
+            assert each.is_read
+    for each in hostile:
+        each.held.clear()
+    assert (memory.held, [each.is_read for each in hostile]) == (0, [True] * 5)
+
+
+def test_an_account_alone_leaves_a_part_of_the_memory() -> None:
+    memory = AnswerMemory()
+    first, second = Reading(memory, "one"), Reading(memory, "one")
+    first.held.add(50)
+    second.held.add(25)
+    assert second.is_read
+    second.held.add(1)
+    assert [first.is_read, second.is_read] == [True, False]
+    first.held.clear()
+    assert second.is_read
 
 
 def test_an_answer_leaves_nothing_behind() -> None:
