@@ -10,7 +10,7 @@ holds up nothing else; nothing is written that is already so; there is no state 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, suppress, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -184,6 +184,9 @@ class Reconciler:
             if isinstance(error, ApiError):
                 if error.is_namespace_ending:
                     return  # the resource is deleted as well, in its turn
+                if error.status and self._turn.is_unclear(key):
+                    with suppress(ApiError):  # then the next reconcile reads it
+                        await self._read_deployment(key)
                 if error.status not in _REPORTED:
                     raise
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
