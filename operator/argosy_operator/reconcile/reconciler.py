@@ -10,7 +10,7 @@ holds up nothing else; nothing is written that is already so; there is no state 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import nullcontext, suppress, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
