@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Generator
 from functools import cache
 from itertools import accumulate
 from types import NoneType
@@ -86,13 +87,26 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         BadRequest: not JSON in UTF-8, nested too deeply, wrong types or out of bounds; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
+    steps = decoding_body(decoder, body)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            decoded: _Body = end.value
+            return decoded
+
+
+def decoding_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> Generator[None, None, _Body]:
+    """`decode_body` in three steps: each takes 10 to 20 ms of a body of 24 MB."""
     check_values(body)
+    yield
     if not is_utf8(body):
         raise BadRequest("request body is not valid JSON: its text must be UTF-8 throughout")
     if is_too_deep(body):
         raise BadRequest(
             f"the request is nested too deeply: more than {MAX_DEPTH} levels", param=_field_of_depth(body)
         )
+    yield
     try:
         return _decoded(decoder, body)
     except msgspec.ValidationError as error:

@@ -10,13 +10,14 @@ Owns: the types of requests, and which fields are refused. Must not know: chats,
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.json_limits import decode_body
+from argosy_protocol.json_limits import decode_body, decoding_body
 from argosy_protocol.null_defaults import Nullable, NullDefaults
 from argosy_protocol.openai import (
     MAX_MESSAGES,
@@ -334,12 +335,26 @@ def decode_responses_request(body: bytes) -> ResponsesRequest:
     try:
         return decode_body(_REQUEST, body)
     except BadRequest as error:
-        if not (error.param or "").startswith("input["):
-            raise
-        readable = _with_readable_items(body)
-        if readable is None:
-            raise
+        readable = _readable(error, body)
     return decode_body(_REQUEST, readable)
+
+
+def decoding_responses_request(body: bytes) -> Generator[None, None, ResponsesRequest]:
+    """`decode_responses_request` in steps, for a large body."""
+    try:
+        return (yield from decoding_body(_REQUEST, body))
+    except BadRequest as error:
+        readable = _readable(error, body)
+    yield
+    return (yield from decoding_body(_REQUEST, readable))
+
+
+def _readable(error: BadRequest, body: bytes) -> bytes:
+    """Return a body whose items are readable; raise the error if that cannot be had."""
+    readable = _with_readable_items(body) if (error.param or "").startswith("input[") else None
+    if readable is None:
+        raise error
+    return readable
 
 
 class _Typed(Struct):

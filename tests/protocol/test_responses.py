@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from argosy_protocol.responses import (
     ResponseItem,
     ResponsesRequest,
     decode_responses_request,
+    decoding_responses_request,
     is_responses_path,
 )
 from case_tables import wrong_answers
@@ -162,3 +164,35 @@ def test_the_kind_of_an_item(fields: dict[str, Any], kind: str) -> None:
 )
 def test_paths(path: str, expected: bool) -> None:
     assert is_responses_path(path) is expected
+
+
+def test_a_body_that_is_read_in_steps_is_read_as_one_that_is_not() -> None:
+    unreadable = {"type": "of_the_future", "role": 5, "content": "text"}
+    bodies = [
+        {"input": "hi"},
+        {"input": [*message()["input"], unreadable]},
+        *(fields for fields, _ in REFUSED),
+    ]
+    for fields in bodies:
+        body = json.dumps({"model": "m", "input": "hi", **fields}).encode()
+        steps = decoding_responses_request(body)
+        assert (next(steps), next(steps)) == (None, None), "others have their turn twice at least"
+        assert _outcome(lambda steps=steps: _last(steps)) == _outcome(
+            lambda body=body: decode_responses_request(body)
+        )  # type: ignore[misc]
+
+
+def _outcome(read: Callable[[], ResponsesRequest]) -> ResponsesRequest | tuple[str, str | None]:
+    try:
+        return read()
+    except BadRequest as error:
+        return error.message, error.param
+
+
+def _last(steps: Generator[None, None, ResponsesRequest]) -> ResponsesRequest:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            asked: ResponsesRequest = end.value
+            return asked

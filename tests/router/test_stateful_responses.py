@@ -31,6 +31,7 @@ from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.http.sse import MAX_EVENT_BYTES
+from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
 from response_stream import final_response, parsed_events
 
@@ -149,6 +150,30 @@ async def test_the_tokens_of_a_conversation_are_counted(tmp_path: Path) -> None:
         assert received.path == f"{PATH}/input_tokens"
         assert [item.get("role") for item in received.json["input"]] == ["user", "assistant", "user"]
         assert len(list((tmp_path / "storage").rglob("resp_*.json"))) == 1, "nothing is stored"
+
+
+async def test_a_large_request_is_read_in_steps_and_answered_like_another(tmp_path: Path) -> None:
+    long = "x" * (LARGE_BODY_BYTES + 1)
+    async with stateful(tmp_path) as r:
+        first = await created(r.http, input=long)
+        assert (await r.http.get(f"{PATH}/{first['id']}")).json() == first
+        await created(r.http, input=long + "y", previous_response_id=first["id"])
+        sizes = [
+            len(item["content"]) for item in r.engines[0].requests[-1].json["input"] if item["role"] == "user"
+        ]
+        assert sizes[-1] == len(long) + 1
+        assert len(r.engines[0].requests[-1].json["input"]) == 3
+        told = await r.http.post(f"{PATH}/input_tokens", json=body(input=long, background=True))
+        assert (told.status_code, r.engines[0].requests[-1].path) == (200, f"{PATH}/input_tokens")
+        asked = await created(r.http, input=long, background=True)
+        await retrieved(r, asked["id"], "completed")
+        num_sent = len(r.engines[0].requests)
+        refused = await r.http.post(PATH, json=body(input=long, temperature=7.0))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+        gone = await r.http.post(PATH, json=body(input=long, previous_response_id="resp_none"))
+        assert gone.status_code == 404
+        assert len(r.engines[0].requests) == num_sent
+        await r.until(lambda: r.router.server.body_memory.held == 0)
 
 
 @pytest.mark.parametrize("has_storage", [False, True])

@@ -40,7 +40,12 @@ from argosy_protocol.response_history import (
     response_not_found,
 )
 from argosy_protocol.response_object import DeletedResponse, begun_response, with_status
-from argosy_protocol.responses import ResponseItem, ResponsesRequest, decode_responses_request
+from argosy_protocol.responses import (
+    ResponseItem,
+    ResponsesRequest,
+    decode_responses_request,
+    decoding_responses_request,
+)
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
@@ -51,6 +56,7 @@ from argosy_router.proxy.downstream.ending_client import EndingClient
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
+from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.storing_client import StoringClient
@@ -170,9 +176,14 @@ class StatefulRoutes:
             return
         require_method(request, b"POST")
         require_json(request)
+        if len(request.body) > LARGE_BODY_BYTES:
+            self._later(
+                client, owner, lambda _: self._read(client, request, account, request_id, is_count=is_count)
+            )
+            return
         asked = decode_responses_request(request.body)
         if is_count:
-            asked = msgspec.structs.replace(asked, background=False, store=False)
+            asked = _counted(asked)
         if not (asked.background or referenced_responses(asked)):
             self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
             return
@@ -225,6 +236,18 @@ class StatefulRoutes:
                 client, response_id, store, BodyReservation(self._memory, request.account, request.body_bytes)
             )
         self._send(client, request, account, request_id, response_id.encode())
+
+    async def _read(
+        self, client: Client, request: Request, account: Account, request_id: bytes, *, is_count: bool
+    ) -> None:
+        """Read a large body in steps, and answer as its request asks."""
+        try:
+            asked = await _in_turns(decoding_responses_request(request.body))
+        except ApiError as error:
+            self._refuse(client, error, request, request_id)
+        else:
+            asked = _counted(asked) if is_count else asked
+            await self._resolve(client, request, account, request_id, asked)
 
     async def _resolve(
         self, client: Client, request: Request, account: Account, request_id: bytes, asked: ResponsesRequest
@@ -409,6 +432,11 @@ class StatefulRoutes:
         self._count_rejection(request_id, error.http_status, error.reason())
         headers = error_headers(error) + id_headers(request_id, request.path)
         client.respond(error.http_status, headers, error_body(error, request.path))
+
+
+def _counted(asked: ResponsesRequest) -> ResponsesRequest:
+    """A request whose tokens are to be counted: nothing of it is stored."""
+    return msgspec.structs.replace(asked, background=False, store=False)
 
 
 def _position(starting_after: str | None) -> int:
