@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from argosy.errors import CommandError, UsageError
+from argosy.errors import CommandError, UsageError, reason
 
 
 class _Problem(msgspec.Struct):
@@ -63,7 +63,7 @@ def call(
         hint = (
             "; --insecure believes any certificate" if isinstance(error, ssl.SSLCertVerificationError) else ""
         )
-        raise CommandError(f"no answer from {parts.scheme}://{parts.netloc}: {error}{hint}") from error
+        raise CommandError(f"no answer from {parts.scheme}://{parts.netloc}: {reason(error)}{hint}") from error
     try:
         if response.status == 200:
             return msgspec.json.decode(data)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from argosy.errors import CommandError, UsageError
+from argosy.errors import CommandError, UsageError, reason
 
 
 class Delta(NamedTuple):
@@ -67,10 +67,10 @@ class ChatClient:
                         yield Delta(text, is_reasoning=True)
                     if text := delta.get("content"):
                         yield Delta(text)
-                    if reason := choice.get("finish_reason"):
-                        yield Delta("", finish_reason=str(reason))
+                    if finish_reason := choice.get("finish_reason"):
+                        yield Delta("", finish_reason=str(finish_reason))
         except (OSError, http.client.HTTPException) as error:
-            raise CommandError(f"the stream broke off: {error}") from error
+            raise CommandError(f"the stream broke off: {reason(error)}") from error
         finally:
             response.close()
 
@@ -82,7 +82,7 @@ class ChatClient:
             response = self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise CommandError(
-                f"no answer from {self._url}: {error}; is the fleet up (`argosy ps`), or is --url another?"
+                f"no answer from {self._url}: {reason(error)}; is the fleet up (`argosy ps`), or is --url another?"
             ) from error
         if response.status == 200:
             return response

@@ -44,3 +44,8 @@ class UsageError(CommandError):
     """The command line or the manifest must change."""
 
     exit_code = USAGE
+
+
+def reason(error: Exception) -> str:
+    """Say what the system or a library says of a failure, without the number of an error."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

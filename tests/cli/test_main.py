@@ -82,12 +82,12 @@ def test_a_command_shows_its_arguments(command: str, capsys: pytest.CaptureFixtu
                 "http://127.0.0.1:1",
             ],  # a flag in between
             1,
-            "argosy route: no answer from http://127.0.0.1:1",
+            "argosy route: no answer from http://127.0.0.1:1: Connection refused",
         ),
         (
             ["chat", "tiny", "hi", "--url", "http://127.0.0.1:1"],
             1,
-            "argosy chat: no answer from http://127.0.0.1:1",
+            "argosy chat: no answer from http://127.0.0.1:1: Connection refused; is the fleet up",
         ),
     ],
 )

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from argosy.errors import reason
 from argosy.local.child_process import Process, began_after
 from argosy.local.control_messages import Phase
 from argosy.local.first_event import first_of
@@ -166,7 +167,7 @@ class Replica:
             )
         except OSError as error:
             self._failures += 1
-            self.last_exit = f"cannot start: {error}"
+            self.last_exit = f"cannot start: {reason(error)}"
             return
         self.pid = process.pid
         try:
