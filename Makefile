@@ -83,7 +83,8 @@ up: $(INSTALLED) ## start the local fleet on the tiny model and send it one chat
 	@$(BIN)/argosy up --file examples/quickstart.yaml --detach --port $(PORT)
 	@echo
 	@echo "> $$PROMPT"
-	@$(BIN)/argosy chat $(MODEL) "$$PROMPT" --max-tokens 200
+	@$(BIN)/argosy chat $(MODEL) "$$PROMPT" --max-tokens 200 \
+	  || { echo 'The fleet keeps running at http://127.0.0.1:$(PORT)/v1; `make down` stops it.' >&2; exit 1; }
 	@echo
 	@echo 'The fleet keeps running at http://127.0.0.1:$(PORT)/v1; `make down` stops it. Try:'
 	@echo "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'content-type: application/json' \\"
