@@ -264,6 +264,7 @@ def command(router: str, sglang: str, port: int, engines: list[int], admin_port:
     return [
         sglang,
         *("-m", "sglang_router.launch_router", "--port", str(port), "--policy", "cache_aware"),
+        *("--prometheus-port", str(free_ports(1)[0])),  # by default all have the same
         *("--worker-urls", *urls),
     ]
 

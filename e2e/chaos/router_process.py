@@ -45,7 +45,12 @@ class Pauses:
 class RouterProcess:
     """`start` comes first, once the operator has made the fleet key."""
 
-    def __init__(self, plane: Plane, api: Api, folder: Path) -> None:
+    def __init__(self, plane: Plane, api: Api, folder: Path, *, compiled: str = "") -> None:
+        """
+        Args:
+            compiled: an unpacked wheel of `make wheel` to run instead of the sources.
+        """
+        self._compiled = compiled
         self._plane = plane
         self._api = api
         self._folder = folder
@@ -64,6 +69,8 @@ class RouterProcess:
             "POD_NAME": "argosy-router-real",
             "POD_NAMESPACE": SYSTEM,
         }
+        if self._compiled:
+            environment["PYTHONPATH"] = self._compiled
         log = self._folder / "router.log"
         words = ["router", "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin}", "--no-auth"]
         words += ["--kubernetes", f"--fleet-namespace={SYSTEM}", "--fleet-configmap=argosy-fleet"]

@@ -194,6 +194,9 @@ def main() -> int:
     )
     parser.add_argument("--router", action="store_true", help="with a real router that follows the fleet")
     parser.add_argument(
+        "--compiled", default="", metavar="FOLDER", help="an unpacked wheel of `make wheel`, for the router"
+    )
+    parser.add_argument(
         "--in-memory", action="store_true", help="on a Kubernetes in memory that only runs pods"
     )
     parser.add_argument(
@@ -260,8 +263,9 @@ async def _measure(folder: Path, arguments: argparse.Namespace, measured: list[M
         rigged = running(folder, nodes=nodes, notices_dead_nodes=False, through_proxy=False)
     async with rigged as rig, contextlib.AsyncExitStack() as stack:
         await asyncio.gather(*map(rig.namespace, spaces))
-        router = RouterProcess(rig.plane, rig.api, folder) if arguments.router else None
-        if router is not None:
+        router = None
+        if arguments.router:
+            router = RouterProcess(rig.plane, rig.api, folder, compiled=arguments.compiled)
             stack.push_async_callback(router.close)
             await router.start()
         say(f"{nodes} nodes, {len(spaces)} namespaces")

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from fake_kubernetes import FakeKubernetes, Object, selects
 
+from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import KINDS, NAMESPACES, PODS, Kind
 from argosy_operator.reconcile.controller import WATCHED
@@ -35,6 +36,8 @@ class FakeApiServer:
         """HTTP statuses with which the next watches are answered."""
         self.watch_began = asyncio.Event()
         """Set once a watch was begun."""
+        self._unread: dict[str, ObjectList] = {}
+        """What is left of lists of which a page was read, by the token for the next one."""
         self._watchers: list[web.Request] = []
         self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
         cluster.listeners.append(self._tell)
@@ -132,12 +135,14 @@ class FakeApiServer:
                 if "continue" in request.query and self.expired_tokens:
                     self.expired_tokens -= 1
                     raise ApiError("LIST", 410, "the provided continue parameter is too old")
-                found = await self.cluster.list(kind, namespace=namespace, labels=labels)
-                start, limit = int(request.query.get("continue", 0)), int(request.query.get("limit", 500))
+                found = self._unread.pop(request.query.get("continue", ""), None)
+                found = found or await self.cluster.list(kind, namespace=namespace, labels=labels)
+                limit = int(request.query.get("limit", 500))
                 metadata = {"resourceVersion": found.version}
-                if start + limit < len(found.items):
-                    metadata["continue"] = str(start + limit)
-                return web.json_response({"items": found.items[start : start + limit], "metadata": metadata})
+                if rest := found.items[limit:]:  # what follows is as old as the first page
+                    metadata["continue"] = token = f"{found.version}-{len(rest)}"
+                    self._unread[token] = ObjectList(rest, found.version)
+                return web.json_response({"items": found.items[:limit], "metadata": metadata})
             assert namespace is not None
             return await self._one(request, kind, namespace, name, sub)
         except ApiError as error:
