@@ -35,6 +35,7 @@ from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
+from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_protocol.program.listen import explain_listen_errors
 from argosy_protocol.program.short_collections import ShortCollections
 from argosy_protocol.routable_report import REPORT_PATH, RoutableReport
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"argosy operator: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    return_freed_memory()
     ShortCollections().install()
     try:
         return asyncio.run(run(config, health_port=args.health_port))

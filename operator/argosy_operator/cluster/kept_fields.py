@@ -9,6 +9,7 @@ the same.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,8 @@ _OF_CONTAINER: Final = 160
 """Bytes of memory of an object or list, besides what it holds."""
 _OF_VALUE: Final = 50
 """Of a text besides its characters, of a number and of a place in an object."""
+_SHARED_LENGTH: Final = 128
+"""Characters of texts that pods may have in common: times, images, labels, reasons."""
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _OVERSIZE: Final = "oversizeBytes"
 """The only field of a spec that was too large."""
@@ -46,8 +49,14 @@ _POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 
 
 def kept_fields(kind: Kind, obj: Object) -> Object:
-    """The object, without what nobody reads."""
-    kept = _pod(obj) if kind is PODS else _service(obj) if kind is INFERENCE_SERVICES else _child(kind, obj)
+    """The object, without what nobody reads. Equal texts of several pods are one in memory."""
+    kept = (
+        _shared(_pod(obj))
+        if kind is PODS
+        else _service(obj)
+        if kind is INFERENCE_SERVICES
+        else _child(kind, obj)
+    )
     if kind is INFERENCE_SERVICES and (size := len(msgspec.json.encode(obj.get("spec")))) > MAX_SPEC:
         kept["spec"] = {_OVERSIZE: size}
     if kind is INFERENCE_SERVICES:
@@ -63,6 +72,15 @@ def kept_fields(kind: Kind, obj: Object) -> Object:
             kept.pop("spec", None)
     kept["metadata"] = {name: kept["metadata"][name] for name in _IDENTITY if name in kept["metadata"]}
     return kept
+
+
+def _shared(value: Any) -> Any:
+    """An equal value whose names and short texts are the same objects as those of others."""
+    if isinstance(value, dict):
+        return {sys.intern(name): _shared(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_shared(each) for each in value]
+    return sys.intern(value) if isinstance(value, str) and len(value) <= _SHARED_LENGTH else value
 
 
 def _memory(obj: Object) -> int:
