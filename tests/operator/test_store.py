@@ -78,6 +78,17 @@ def test_store_indexes_children_by_service() -> None:
     assert list(store.all(DEPLOYMENTS)) == []
 
 
+@pytest.mark.parametrize("kind", [PODS, DEPLOYMENTS], ids=lambda kind: kind.name)
+def test_an_object_that_was_too_large_leaves_nothing_of_it_to_its_service(kind: Kind) -> None:
+    """Its labels are not kept, and whoever may create a pod can give it as many as these."""
+    labels = {SERVICE_LABEL: "tiny", **{f"{GROUP}/{number}": "" for number in range(9000)}}
+    metadata = {"name": "large", "namespace": "team", "uid": "u", "labels": labels}
+    store = Store()
+    store.put(kind, {"metadata": {**metadata, "resourceVersion": "1"}, "spec": {}, "status": {}})
+    store.remove(kind, {"metadata": {**metadata, "resourceVersion": "2"}, "spec": {}, "status": {}})
+    assert store.children(kind, ("team", "tiny")) == []
+
+
 def test_store_keeps_marked_objects_apart() -> None:
     store = Store({PODS: lambda obj: obj["metadata"]["labels"][SERVICE_LABEL] == "tiny"})
     assert store.marked(PODS) == []

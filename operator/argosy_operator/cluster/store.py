@@ -178,7 +178,7 @@ class Store:
             self._marked[kind][name] = stored
         if kind in self._tallied and self._tallied[kind](stored):
             self._tallies[kind].add(name)
-        service = service_of(obj)
+        service = service_of(stored)  # by which `_drop` finds it again: a large object keeps no label
         if service is not None:
             self._by_service[kind, service].add(name)
 
