@@ -90,14 +90,21 @@ def _memory(obj: Object) -> int:
     while left and memory <= MAX_MEMORY:
         value = left.pop()
         if isinstance(value, dict):
-            memory += _OF_CONTAINER + sum(_OF_VALUE + len(key) for key in value)
+            memory += _OF_CONTAINER + sum(map(_text_memory, value))
             left += value.values()
         elif isinstance(value, list | tuple):
             memory += _OF_CONTAINER
             left += value
         else:
-            memory += _OF_VALUE + (len(value) if isinstance(value, str) else 0)
+            memory += _text_memory(value) if isinstance(value, str) else _OF_VALUE
     return memory
+
+
+def _text_memory(text: str) -> int:
+    """Bytes of memory of a text. Python keeps all of its characters as wide as the widest one needs: four bytes each if
+    there is one emoji."""
+    # With another character it is a new text: what an encoder has noted beside this one does not count.
+    return _OF_VALUE + len(text) if text.isascii() else sys.getsizeof(f"{text} ")
 
 
 def oversize_problem(obj: Object) -> str:
