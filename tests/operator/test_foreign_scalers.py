@@ -382,6 +382,8 @@ async def test_who_wrote_through_the_scale_subresource_counts_where_it_is_noted(
         ({"kind": "StatefulSet", "apiVersion": "apps/v1", "name": "tiny-engine"}, False),
         ({"apiVersion": "example.com/v1alpha1"}, False),
         ({"apiVersion": ""}, False),
+        ({"name": "x" * 1_000_000}, False),  # which no object can have, and which would be kept
+        ({"kind": "Deployment", "apiVersion": "apps/v1", "name": f"{'x' * 1_000_000}-engine"}, False),
     ],
 )
 def test_an_autoscaler_is_read_by_its_target(target: dict[str, str], is_ours: bool) -> None:

@@ -17,6 +17,8 @@ from argosy_operator.names import may_be_deployment
 from argosy_resource.types import GROUP, KIND
 
 _DEPLOYMENT: Final = "Deployment/"
+_MAX_NAME: Final = 253
+"""Characters of an object's name. The API server does not bound that of a target, which is kept."""
 
 
 class Scaler(Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ def read_scaler(obj: Mapping[str, Any]) -> Scaler | None:
     """Read a HorizontalPodAutoscaler; None if it scales something else."""
     metadata, target = obj["metadata"], obj.get("spec", {}).get("scaleTargetRef", {})
     name, namespace = target.get("name", ""), metadata.get("namespace", "")
+    if len(name) > _MAX_NAME:
+        return None
     group, kind = target.get("apiVersion", "").partition("/")[0], target.get("kind")
     if (group, kind) == ("apps", "Deployment") and may_be_deployment(name):
         return Scaler(name=metadata["name"], service=deployment_target(namespace, name))
