@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
 from argosy_operator.names import TURN_ANNOTATION
 from argosy_operator.reconcile.rollout_lock import MAX_TURN_S
+from argosy_resource.types import KIND
 
 DEADLINE = 60
 """Seconds without progress after which a turn has taken too long, in these tests."""
@@ -325,6 +327,24 @@ async def test_a_replica_that_moves_to_another_node_keeps_its_image_while_a_chan
         await operator.settle()
         assert moved not in with_image(cluster, names, "bad:2")
         assert num_routable(cluster, moved)
+
+
+@virtual_time
+async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept() -> None:
+    """Whoever creates and deletes services would fill the memory: each may take half a megabyte."""
+    cluster = new_cluster()
+    mark = {"name": "MARK", "value": "deleted"}
+    names = await services(cluster, 4, engine={"env": [mark]})
+    cluster.broken_images.add("bad:2")
+    async with upgraded(cluster, "bad:2") as operator:
+        await pass_time(cluster, 10)
+        assert with_image(cluster, names, "bad:2")
+        for name in names:
+            cluster.remove((INFERENCE_SERVICES, "team", name))
+        await operator.settle()
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
+        assert not [each for each in kept if "status" in each and mark in each["spec"]["engine"].get("env", ())]
 
 
 @pytest.mark.parametrize("is_written", [True, False])

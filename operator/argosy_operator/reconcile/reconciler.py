@@ -157,6 +157,7 @@ class Reconciler:
         obj = self._store.get(INFERENCE_SERVICES, *key)
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             self._turn.leave(key)
+            self._left_alone.pop(key, None)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             stored = parse(obj)
