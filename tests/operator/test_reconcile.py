@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,48 @@ async def test_permanent_errors_are_in_the_status() -> None:
         await asyncio.sleep(5)
     assert cluster.condition("Ready")["reason"] == "ApiError"
     assert "no permission" in cluster.condition("Degraded")["message"]
+
+
+@pytest.mark.parametrize("status", [500, 503, 0])
+@virtual_time
+async def test_a_failure_that_lasts_is_in_the_status(status: int) -> None:
+    """A webhook that does not answer, say: every change is refused, and one that passes by itself is not told."""
+    begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    cluster = new_cluster()
+    apply, is_down = cluster.apply, True
+
+    async def call_webhook(manifest: Object) -> Object:
+        if is_down and manifest["kind"] == "Deployment":
+            raise ApiError("PATCH deployments", status, 'failed calling webhook "policies"')
+        return await apply(manifest)
+
+    def now() -> str:
+        passed = datetime.timedelta(seconds=asyncio.get_running_loop().time())
+        return (begin + passed).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    async with Operator(cluster, now=now) as operator:
+        cluster.create(isvc_object())
+        is_down = False
+        await operator.settle()
+        cluster.apply, is_down = call_webhook, True  # type: ignore[method-assign]
+        edit_engine(cluster, maxNumSeqs=7)
+        await asyncio.sleep(30)
+        assert is_ready(cluster)
+        for pod in cluster.pods():
+            cluster.failing_images.add(pod["spec"]["containers"][0]["image"])
+            cluster.evict(pod)
+        await asyncio.sleep(120)
+        assert cluster.condition("Ready")["status"] == "False"
+        assert "failed calling webhook" in cluster.condition("Degraded")["message"]
+        is_down = False
+        cluster.failing_images.clear()
+        await asyncio.sleep(60)
+        await operator.settle()
+        assert is_ready(cluster)
+        cluster.apply, is_down = call_webhook, True  # type: ignore[method-assign]
+        edit_engine(cluster, maxNumSeqs=8)
+        await asyncio.sleep(30)
+        assert cluster.condition("Degraded")["status"] == "False", "an earlier failure does not count"
 
 
 @virtual_time

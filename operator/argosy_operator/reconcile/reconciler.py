@@ -39,6 +39,7 @@ from argosy_operator.kinds import (
 )
 from argosy_operator.names import TURN_ANNOTATION, deployment_name
 from argosy_operator.observed.deployment import has_the_turn
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.observation import Observation, Routers
 from argosy_operator.observed.pod import Pod, Problem
 from argosy_operator.observed.service_load import ServiceLoad
@@ -59,6 +60,10 @@ from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
 """HTTP statuses of refusals that do not go away by themselves, so a user should read of them."""
+
+PATIENCE_S: Final = 60.0
+"""Seconds for which other failures of one service are not told, since most pass: the API server is busy, say. One that
+lasts does not: a webhook that does not answer refuses every change with 500."""
 
 _SURPLUS_AT_ONCE: Final = 16
 """Objects that one reconcile deletes. Who may create Services can label any number as a service's children, and other
@@ -109,6 +114,8 @@ class Reconciler:
         )
         self._left_alone: dict[Name, tuple[Object, bool]] = {}
         """Whether a service is, and the version of it that says so. Of those that have a turn, or wait for one."""
+        self._failing: dict[Name, str] = {}
+        """Since when the API server has carried out no change of a service's children (RFC 3339)."""
         self._observer = Observer(
             store,
             self._turn,
@@ -129,6 +136,7 @@ class Reconciler:
     def begin(self) -> None:
         """Note that the operator leads from now on: what another one's clock said counts no longer than that."""
         self._observer.began = self._now()
+        self._failing.clear()
 
     async def reconcile(
         self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool = False
@@ -158,6 +166,7 @@ class Reconciler:
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             self._turn.leave(key)
             self._left_alone.pop(key, None)
+            self._failing.pop(key, None)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             stored = parse(obj)
@@ -188,17 +197,25 @@ class Reconciler:
                 if error.status and self._turn.is_unclear(key):
                     with suppress(ApiError):  # then the next reconcile reads it
                         await self._read_deployment(key)
-                if error.status not in _REPORTED:
+                if error.status not in _REPORTED and not self._fails_for_long(key):
                     raise
+        else:
+            self._failing.pop(key, None)
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
         if problem is None and is_left_out:
             problem = _LEFT_OUT
         later = self._observer.observe(service, lost_names, published, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         asked = stored.spec.replicas
-        await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)
+        with nullcontext() if failure is None else suppress(ApiError):  # what failed first is raised
+            await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)
         if failure is not None:
             raise failure
+
+    def _fails_for_long(self, key: Name) -> bool:
+        """Note that a change of a service failed. Whether all have for PATIENCE_S."""
+        now = self._now()
+        return seconds_between(self._failing.setdefault(key, now), now) >= PATIENCE_S
 
     async def _read_deployment(self, key: Name) -> None:
         """Have the store know what became of a write whose answer is missing.
