@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from fake_kubernetes import FakeKubernetes, Object, selects
 
 from argosy_operator.cluster.api_server import ObjectList
@@ -38,6 +39,8 @@ class FakeApiServer:
         """Set once a watch was begun."""
         self._unread: dict[str, ObjectList] = {}
         """What is left of lists of which a page was read, by the token for the next one."""
+        self.deep = 0
+        """Levels of what stands for the text `deep` in answers."""
         self._watchers: list[web.Request] = []
         self._watches: list[tuple[Kind, str | None, str, asyncio.Queue[tuple[str, Object]]]] = []
         cluster.listeners.append(self._tell)
@@ -59,7 +62,7 @@ class FakeApiServer:
                 request.transport.close()
 
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[self._deepen])
         app.router.add_get("/api", self._json({"versions": ["v1"]}))
         app.router.add_get("/apis", self._json({"groups": self._groups()}))
         app.router.add_get("/api/v1/namespaces/{name}", self._namespace)
@@ -80,6 +83,17 @@ class FakeApiServer:
             app.router.add_route("*", prefix + "/namespaces/{namespace}/{plural}/{name}", self._handle)
             app.router.add_route("*", prefix + "/namespaces/{namespace}/{plural}/{name}/{sub}", self._handle)
         return app
+
+    @web.middleware
+    async def _deepen(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if isinstance(response, web.Response) and response.text:
+            response.text = self._deepened(response.text)
+        return response
+
+    def _deepened(self, text: str) -> str:
+        levels = '{"f:a":' * self.deep + "{}" + "}" * self.deep
+        return text.replace('"deep"', levels) if self.deep else text
 
     def _groups(self) -> list[Object]:
         groups = {kind.group: kind for kind in (*KINDS.values(), *KNOWN_TO_KOPF) if kind.group}
@@ -197,7 +211,8 @@ class FakeApiServer:
         try:
             while True:
                 event, obj = await events.get()
-                await response.write(json.dumps({"type": event, "object": obj}).encode() + b"\n")
+                line = self._deepened(json.dumps({"type": event, "object": obj}))
+                await response.write(line.encode() + b"\n")
         finally:
             self._watches.remove(watch)
             self._watchers.remove(request)

@@ -111,6 +111,41 @@ async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
     assert [each for each in lists if "limit=" not in each[1]] == []
 
 
+async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes an object may set its managedFields, of which the API server takes 10,000 levels."""
+    cluster = FakeKubernetes()
+
+    def create(name: str, entries: list[dict[str, str]]) -> None:
+        obj = isvc_object(name, replicas=1)
+        cluster.create({**obj, "metadata": {**obj["metadata"], "managedFields": entries}})
+
+    entries = [{"manager": "somebody", "operation": "Update", "fieldsV1": "deep"}]
+    create("listed", entries)
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
+    async with served(cluster, tmp_path, monkeypatch) as server:
+        server.deep = 9_000
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: server.watches == KINDS)
+            create("watched", entries)
+            create("other", [])
+            for name in ("listed", "watched", "other"):
+                await until(
+                    cluster, operator, lambda name=name: cluster.condition("Ready", name).get("status") == "True"
+                )
+            assert server.watches == KINDS
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+
+
 async def readiness(port: int) -> tuple[int, str]:
     """Status and body of the readiness probe."""
     try:

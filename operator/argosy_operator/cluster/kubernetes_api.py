@@ -21,6 +21,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
+from argosy_operator.cluster import deep_json
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.errors import ApiError
@@ -273,7 +274,7 @@ class KubernetesApi:
             response = await self._dynamic.request(
                 method, path, serialize=False, _request_timeout=timeout, **params
             )
-            found: Object = await response.json()
+            found: Object = await response.json(loads=deep_json.loads)
         return found
 
 
@@ -306,6 +307,6 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             if line:
-                yield json.loads(line)
+                yield deep_json.loads(line)
         if len(rest) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event is larger than {_MAX_EVENT_BYTES} bytes")

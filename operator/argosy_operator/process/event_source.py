@@ -20,8 +20,10 @@ from typing import Any, Final
 
 import aiohttp
 import kopf
+from kopf._cogs.clients import api as kopf_api
 from yarl import URL
 
+from argosy_operator.cluster import deep_json
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE
 from argosy_operator.kinds import Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
@@ -129,6 +131,22 @@ class EndlessBackoff:
         return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
 
 
+class _Response(aiohttp.ClientResponse):
+    """An answer that is read however deep it is: kopf would list again for ever what Python's decoder does not take."""
+
+    async def json(
+        self,
+        *,
+        encoding: str | None = None,
+        loads: Callable[[str], Any] = deep_json.loads,
+        content_type: str | None = "application/json",
+    ) -> Any:
+        return await super().json(encoding=encoding, loads=loads, content_type=content_type)
+
+
+kopf_api.json = deep_json  # type: ignore[attr-defined]  # with which it reads the events of a watch
+
+
 class Sessions:
     """HTTP sessions of one kopf operator, which tell the lister what becomes of its requests: kopf itself repeats a
     request for as long as it fails, and tells nobody."""
@@ -150,6 +168,7 @@ class Sessions:
             proxy=info.proxy_url,
             trust_env=info.trust_env,
             trace_configs=[self._trace()],
+            response_class=_Response,
         )
         session = kopf.AiohttpSession(
             server=info.server,
