@@ -36,7 +36,7 @@ from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.proxy.request.model_names import find_service
 
-from .fake_api_server import FakeApiServer
+from .fake_api_server import DEEP, FakeApiServer
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import until
 
@@ -478,6 +478,20 @@ async def test_pods_with_copied_labels_are_no_replicas_and_get_no_key() -> None:
         await until(lambda: len(published) > settled and len(published.members) == 2)
         assert published.members["default/svc"] == ["a", "c"]
         assert len(published.members["default/any"]) == 8, "a document of an older operator names no owners"
+
+
+async def test_a_pod_that_is_too_deep_for_the_decoder_keeps_no_other_from_being_served() -> None:
+    """Whoever creates a pod may set its managedFields, of which the API server takes 10,000 levels."""
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields(managedFields=[{"fieldsV1": DEEP}]))
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
+        await until(lambda: published.members == {"default/svc": ["a", "b"]})
+        lists = len(api.lists)
+        api.expire_watches()
+        await until(lambda: len(api.lists) >= lists + 2)
+        api.put("pods", "default", "c", **pod_fields("10.0.0.3"))
+        await until(lambda: published.members == {"default/svc": ["a", "b", "c"]})
 
 
 async def test_the_document_is_followed() -> None:

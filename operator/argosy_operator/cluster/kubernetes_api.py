@@ -21,12 +21,12 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
-from argosy_operator.cluster import deep_json
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import Kind, Object, kind_of
 from argosy_operator.names import FIELD_MANAGER
+from argosy_protocol import deep_json
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""

@@ -23,12 +23,12 @@ import kopf
 from kopf._cogs.clients import api as kopf_api
 from yarl import URL
 
-from argosy_operator.cluster import deep_json
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE
 from argosy_operator.kinds import Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.lister import Lister, Scope
+from argosy_protocol import deep_json
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.client.exceptions import ApiException
 
+from argosy_protocol import deep_json
 from argosy_router.backoff import backoff_s
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,10 @@ class _Page(msgspec.Struct):
 class _Event(msgspec.Struct):
     type: str
     object: msgspec.Raw
+
+
+_PAGES = msgspec.json.Decoder(_Page)
+_EVENTS = msgspec.json.Decoder(_Event)
 
 
 class WatchExpired(Exception):
@@ -202,9 +207,9 @@ class Reflector(Generic[T]):
                 except WatchExpired:  # between two pages
                     raise ApiException(status=410, reason="the list has expired") from None
                 async with response:
-                    page = msgspec.json.decode(await response.read(), type=_Page)
+                    page = deep_json.decode(_PAGES, await response.read())
             for raw in page.items or ():
-                item = self._decoder.decode(raw)
+                item = deep_json.decode(self._decoder, raw)
                 objects[item.metadata.uid or item.metadata.name] = item
             version, token = page.metadata.resource_version, page.metadata.continue_
             if not token:
@@ -233,14 +238,14 @@ class Reflector(Generic[T]):
         try:
             async with response:
                 async for line in _lines(response):
-                    self._apply(msgspec.json.decode(line, type=_Event))
+                    self._apply(deep_json.decode(_EVENTS, line))
         except TimeoutError:
             return  # a silent connection; the next watch brings what it missed
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
             raise WatchExpired
-        item = self._decoder.decode(event.object)
+        item = deep_json.decode(self._decoder, event.object)
         self.succeeded_at = asyncio.get_running_loop().time()
         self._version = item.metadata.resource_version or self._version
         if event.type == "BOOKMARK":

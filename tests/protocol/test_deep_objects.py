@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from argosy_operator.cluster.deep_json import MAX_DEPTH, loads
+from argosy_protocol.deep_json import MAX_DEPTH, loads
 
 
 def nested(levels: int, value: str = "1") -> str:

@@ -1,7 +1,7 @@
-"""Reads the API server's JSON, however deep an object is.
+"""Reads JSON of a Kubernetes API server, however deep an object is.
 
-What the operator reads nests two dozen levels. But whoever writes an object may set `metadata.managedFields`, in which
-the API server takes 10,000 levels, more than Python's decoder: one such object would end every list and watch that has
+What operator and routers read nests two dozen levels. But whoever writes an object may set `metadata.managedFields`, in
+which the API server takes 10,000 levels, more than the decoders: one such object would end every list and watch that has
 it. Owns what is left of it. Must not know kinds. Invariant: what nests no deeper than MAX_DEPTH is read as it is.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
+
+T = TypeVar("T")
 MAX_DEPTH: Final = 100
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')
 
@@ -24,10 +27,22 @@ def loads(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        return json.loads(_cut(text if isinstance(text, str) else text.decode()))
+        return json.loads(cut(text if isinstance(text, str) else text.decode()))
 
 
-def _cut(text: str) -> str:
+def decode(decoder: msgspec.json.Decoder[T], text: bytes | msgspec.Raw) -> T:
+    """`loads` with a decoder.
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON, or not of this type.
+    """
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        return decoder.decode(cut(bytes(text).decode()))
+
+
+def cut(text: str) -> str:
     """The text with null in place of each object or list below MAX_DEPTH levels."""
     kept, start, depth = [], 0, 0
     for token in _TOKEN.finditer(text):
