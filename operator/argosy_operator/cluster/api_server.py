@@ -6,7 +6,7 @@ what is written or why. Invariant: every method raises `ApiError` and nothing el
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -17,7 +17,8 @@ from argosy_operator.kinds import Kind, Object
 class ObjectList(Struct, frozen=True):
     """All objects of a kind, as of one resource version."""
 
-    items: list[Object]
+    items: Iterable[Object]
+    """Of a page they are read one by one, once: each may take 50 MB, and only some of it is kept."""
     version: str = ""
 
 

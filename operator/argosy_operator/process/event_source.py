@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
 import aiohttp
@@ -23,8 +24,9 @@ import kopf
 from kopf._cogs.clients import api as kopf_api
 from yarl import URL
 
-from argosy_operator.cluster.kubernetes_api import LIST_PAGE
-from argosy_operator.kinds import Kind
+from argosy_operator.cluster.kept_fields import kept_fields
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE, read_list
+from argosy_operator.kinds import KINDS, Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.lister import Lister, Scope
@@ -36,6 +38,7 @@ RESTART_PAUSE: Final = 2.0
 """Seconds between an end of the watches and their next beginning."""
 END_TIMEOUT: Final = 10.0
 """Seconds that kopf's tasks have to end."""
+_CHANGES: Final = ("ADDED", "MODIFIED", "DELETED")
 _BACKOFF_MAX: Final = 5.0
 """Seconds between two attempts of a watch while the API server is away: it resumes that long after its return."""
 
@@ -131,20 +134,30 @@ class EndlessBackoff:
         return itertools.chain((0.5, 1.0, 2.0), itertools.repeat(_BACKOFF_MAX))
 
 
-class _Response(aiohttp.ClientResponse):
-    """An answer that is read however deep it is: kopf would list again for ever what Python's decoder does not take."""
-
-    async def json(
-        self,
-        *,
-        encoding: str | None = None,
-        loads: Callable[[str], Any] = deep_json.loads,
-        content_type: str | None = "application/json",
-    ) -> Any:
-        return await super().json(encoding=encoding, loads=loads, content_type=content_type)
+def read_event(line: str) -> Any:
+    """An event of a watch, with what is kept of its object: kopf holds the last one of each for some seconds."""
+    event = deep_json.loads(line)
+    obj = event.get("object") if isinstance(event, dict) and event.get("type") in _CHANGES else None
+    kind = KINDS.get((obj.get("apiVersion"), obj.get("kind"))) if isinstance(obj, dict) else None
+    return event if kind is None else {**event, "object": kept_fields(kind, obj)}
 
 
-kopf_api.json = deep_json  # type: ignore[attr-defined]  # with which it reads the events of a watch
+kopf_api.json = SimpleNamespace(loads=read_event)  # type: ignore[attr-defined]  # there is no other way in
+
+
+def response_class(kinds: Mapping[str, Kind]) -> type[aiohttp.ClientResponse]:
+    """The class of kopf's answers, for lists of these kinds by their plurals: kopf takes all objects of one, and it
+    would list again for ever what is too deep for Python's decoder."""
+
+    class Response(aiohttp.ClientResponse):
+        async def json(self, **given: Any) -> Any:
+            kind = kinds.get(self.url.name)
+            if kind is None or self.status != 200:
+                return await super().json(**{"loads": deep_json.loads, **given})
+            found = read_list(await self.read())
+            return found | {"items": [kept_fields(kind, item) for item in found["items"]]}
+
+    return Response
 
 
 class Sessions:
@@ -168,7 +181,7 @@ class Sessions:
             proxy=info.proxy_url,
             trust_env=info.trust_env,
             trace_configs=[self._trace()],
-            response_class=_Response,
+            response_class=response_class(self._kinds),
         )
         session = kopf.AiohttpSession(
             server=info.server,
