@@ -1,8 +1,8 @@
 """Reads JSON of a Kubernetes API server, however deep an object is.
 
 What operator and routers read nests two dozen levels. But whoever writes an object may set `metadata.managedFields`, in
-which the API server takes 10,000 levels, more than the decoders: one such object would end every list and watch that has
-it. Owns what is left of it. Must not know kinds. Invariant: what nests no deeper than MAX_DEPTH is read as it is.
+which the API server takes 10,000 levels, more than the decoders: one such object would end every list and watch that
+has it. Owns what is left of it. Must not know kinds. Invariant: what nests no deeper than MAX_DEPTH is read as it is.
 """
 
 from __future__ import annotations

@@ -137,7 +137,9 @@ async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(
             create("other", [])
             for name in ("listed", "watched", "other"):
                 await until(
-                    cluster, operator, lambda name=name: cluster.condition("Ready", name).get("status") == "True"
+                    cluster,
+                    operator,
+                    lambda name=name: cluster.condition("Ready", name).get("status") == "True",
                 )
             assert server.watches == KINDS
         finally:

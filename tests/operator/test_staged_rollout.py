@@ -344,7 +344,9 @@ async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept() -
         await operator.settle()
         gc.collect()
         kept = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
-        assert not [each for each in kept if "status" in each and mark in each["spec"]["engine"].get("env", ())]
+        assert not [
+            each for each in kept if "status" in each and mark in each["spec"]["engine"].get("env", ())
+        ]
 
 
 @pytest.mark.parametrize("is_written", [True, False])
