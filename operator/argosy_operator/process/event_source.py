@@ -137,12 +137,14 @@ class EndlessBackoff:
 def read_event(line: str) -> Any:
     """An event of a watch, with what is kept of its object: kopf holds the last one of each for some seconds."""
     event = deep_json.loads(line)
-    obj = event.get("object") if isinstance(event, dict) and event.get("type") in _CHANGES else None
-    kind = KINDS.get((obj.get("apiVersion"), obj.get("kind"))) if isinstance(obj, dict) else None
+    if not isinstance(event, dict) or event.get("type") not in _CHANGES:
+        return event
+    obj = event["object"]
+    kind = KINDS.get((obj.get("apiVersion", ""), obj.get("kind", "")))
     return event if kind is None else {**event, "object": kept_fields(kind, obj)}
 
 
-kopf_api.json = SimpleNamespace(loads=read_event)  # type: ignore[attr-defined]  # there is no other way in
+kopf_api.json = SimpleNamespace(loads=read_event)  # type: ignore[assignment, attr-defined]  # no other way in
 
 
 def response_class(kinds: Mapping[str, Kind]) -> type[aiohttp.ClientResponse]:
