@@ -5,6 +5,8 @@ which the API server takes 10,000 levels, more than the decoders: one such objec
 has it. Owns what is left of it. Must not know kinds. Invariant: what nests no deeper than MAX_DEPTH is read as it is.
 """
 
+# Not compiled: on no request's path.
+
 from __future__ import annotations
 
 import json
