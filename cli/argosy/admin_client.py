@@ -63,7 +63,9 @@ def call(
         hint = (
             "; --insecure believes any certificate" if isinstance(error, ssl.SSLCertVerificationError) else ""
         )
-        raise CommandError(f"no answer from {parts.scheme}://{parts.netloc}: {reason(error)}{hint}") from error
+        raise CommandError(
+            f"no answer from {parts.scheme}://{parts.netloc}: {reason(error)}{hint}"
+        ) from error
     try:
         if response.status == 200:
             return msgspec.json.decode(data)

@@ -49,14 +49,8 @@ _POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 
 
 def kept_fields(kind: Kind, obj: Object) -> Object:
-    """The object, without what nobody reads. Equal texts of several pods are one in memory."""
-    kept = (
-        _shared(_pod(obj))
-        if kind is PODS
-        else _service(obj)
-        if kind is INFERENCE_SERVICES
-        else _child(kind, obj)
-    )
+    """The object, without what nobody reads."""
+    kept = _pod(obj) if kind is PODS else _service(obj) if kind is INFERENCE_SERVICES else _child(kind, obj)
     if kind is INFERENCE_SERVICES and (size := len(msgspec.json.encode(obj.get("spec")))) > MAX_SPEC:
         kept["spec"] = {_OVERSIZE: size}
     if kind is INFERENCE_SERVICES:
@@ -72,6 +66,11 @@ def kept_fields(kind: Kind, obj: Object) -> Object:
             kept.pop("spec", None)
     kept["metadata"] = {name: kept["metadata"][name] for name in _IDENTITY if name in kept["metadata"]}
     return kept
+
+
+def _shared_texts(obj: Object) -> Object:
+    shared: Object = _shared(obj)
+    return shared
 
 
 def _shared(value: Any) -> Any:
@@ -125,7 +124,8 @@ def oversize_problem(obj: Object) -> str:
 
 
 def _pod(obj: Object) -> Object:
-    """A pod as far as `observed.pod` and the watches of routers and fetches read it."""
+    """A pod as far as `observed.pod` and the watches of routers and fetches read it. Equal texts of several pods are one
+    in memory."""
     kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
     kept["metadata"] = metadata = _metadata(obj)
     if annotations := obj["metadata"].get("annotations"):
@@ -146,7 +146,7 @@ def _pod(obj: Object) -> Object:
         }
         if gates := spec.get("schedulingGates"):
             kept["spec"]["schedulingGates"] = [{"name": each["name"]} for each in gates]
-    return kept
+    return _shared_texts(kept)
 
 
 def _metadata(obj: Object) -> Object:
