@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.json_limits import decode_body, decoding_body
+from argosy_protocol.json_limits import decoding_body
 from argosy_protocol.null_defaults import Nullable, NullDefaults
 from argosy_protocol.openai import (
     MAX_MESSAGES,
@@ -332,11 +332,13 @@ def decode_responses_request(body: bytes) -> ResponsesRequest:
             contradict each other; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    try:
-        return decode_body(_REQUEST, body)
-    except BadRequest as error:
-        readable = _readable(error, body)
-    return decode_body(_REQUEST, readable)
+    steps = decoding_responses_request(body)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            decoded: ResponsesRequest = end.value
+            return decoded
 
 
 def decoding_responses_request(body: bytes) -> Generator[None, None, ResponsesRequest]:
@@ -344,23 +346,25 @@ def decoding_responses_request(body: bytes) -> Generator[None, None, ResponsesRe
     try:
         return (yield from decoding_body(_REQUEST, body))
     except BadRequest as error:
-        readable = _readable(error, body)
+        if not (error.param or "").startswith("input["):
+            raise
+        fault = error
+    try:
+        readable = yield from _with_readable_items(body)
+        if readable is None:
+            raise fault
+    finally:
+        del fault  # it refers to this frame, and so to the body
     yield
     return (yield from decoding_body(_REQUEST, readable))
-
-
-def _readable(error: BadRequest, body: bytes) -> bytes:
-    """Return a body whose items are readable; raise the error if that cannot be had."""
-    readable = _with_readable_items(body) if (error.param or "").startswith("input[") else None
-    if readable is None:
-        raise error
-    return readable
 
 
 class _Typed(Struct):
     type: Any = None
 
 
+_STEP_BYTES = 16 * 1024
+"""Of items that are looked at one by one between two steps: of empty parts some five thousand."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _TYPE = msgspec.json.Decoder(_Typed)
@@ -368,8 +372,8 @@ _ITEM = msgspec.json.Decoder(ResponseItem)
 _PART = msgspec.json.Decoder(ResponseContentPart)
 
 
-def _with_readable_items(body: bytes) -> bytes | None:
-    """Return a body with only the type of each item that is none of `READ_ITEMS`, and of each content part that is none
+def _with_readable_items(body: bytes) -> Generator[None, None, bytes | None]:
+    """Return, in steps, a body with only the type of each item that is none of `READ_ITEMS`, and of each content part that is none
     of `TEXT_PARTS`, and has fields of other types than ours; None if that does not make it readable.
 
     An id that is none of ours is left out of other items: nothing refers to it.
@@ -379,9 +383,13 @@ def _with_readable_items(body: bytes) -> bytes | None:
         given = _RAWS.decode(fields["input"])
         if len(given) > MAX_ITEMS:
             return None
-        num_replaced = 0
+        num_replaced = step = 0
         items = []
         for item in given:
+            step += len(item)
+            if step >= _STEP_BYTES:
+                step = 0
+                yield
             readable, replaced = _readable_item(item)
             num_replaced += replaced
             if num_replaced > MAX_UNREADABLE:

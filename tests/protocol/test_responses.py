@@ -182,6 +182,18 @@ def test_a_body_that_is_read_in_steps_is_read_as_one_that_is_not() -> None:
         )  # type: ignore[misc]
 
 
+def test_items_with_many_parts_are_looked_at_in_steps() -> None:
+    """Three bytes each, they took a microsecond each: a body of 900 KB held a router's event loop for 200 ms."""
+    content = [{}] * 1000
+    body = json.dumps({"model": "m", "input": [{"role": "user", "content": content}] * 300}).encode()
+    steps = decoding_responses_request(body)
+    number = 0
+    with pytest.raises(BadRequest):
+        for _ in steps:
+            number += 1
+    assert number >= len(body) // (32 * 1024)
+
+
 def _outcome(read: Callable[[], ResponsesRequest]) -> ResponsesRequest | tuple[str, str | None]:
     try:
         return read()

@@ -56,7 +56,7 @@ from argosy_router.proxy.downstream.ending_client import EndingClient
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
-from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES
+from argosy_router.proxy.request.large_bodies import takes_long
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.storing_client import StoringClient
@@ -176,7 +176,7 @@ class StatefulRoutes:
             return
         require_method(request, b"POST")
         require_json(request)
-        if len(request.body) > LARGE_BODY_BYTES:
+        if takes_long(request.body):
             self._later(
                 client, owner, lambda _: self._read(client, request, account, request_id, is_count=is_count)
             )
