@@ -8,6 +8,7 @@ from ipaddress import ip_network
 
 import pytest
 
+from argosy_router.admin.connections import MAX_SILENT
 from argosy_router.config import ConfigError, ServerLimits
 from argosy_router.http.connection_limit import GRACE_S, AddressGroups, ConnectionLimit
 from argosy_router.main import build_parser, config_of
@@ -213,6 +214,54 @@ async def test_silent_connections_keep_no_probe_from_the_admin_port(sent: bytes)
             reader, writer = await connect_admin(stack, r)
             writer.write(HEALTH)
             assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize("after", [b"", b"x", b"x" * 8999], ids=["nothing", "a byte", "the rest"])
+async def test_connections_that_have_their_answer_keep_no_probe_from_the_admin_port(after: bytes) -> None:
+    """A byte of the body behind an answer stopped uvicorn's timer: such connections stayed for ever, without a key."""
+    async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
+        for _ in range(300):
+            reader, writer = await connect_admin(stack, r)
+            writer.write(UNREAD_BODY)
+            assert (await answer(reader))[0] in (405, 503)
+            writer.write(after)
+        for _ in range(3):
+            reader, writer = await connect_admin(stack, r)
+            writer.write(HEALTH)
+            assert (await answer(reader))[0] == 200
+        assert r.router.admin is not None
+        assert len(r.router.admin.server_state.connections) <= MAX_SILENT + 3
+
+
+@pytest.mark.parametrize("after", [b"x", b"x" * 8999], ids=["a byte", "the rest"])
+async def test_the_admin_port_keeps_no_connection_that_has_its_answer(
+    monkeypatch: pytest.MonkeyPatch, after: bytes
+) -> None:
+    from argosy_router.admin import connections as admin_connections
+
+    async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
+        reader, writer = await connect_admin(stack, r)
+        monkeypatch.setattr(admin_connections, "HEAD_TIMEOUT_S", 0.01)
+        writer.write(UNREAD_BODY)
+        assert (await answer(reader))[0] == 405
+        writer.write(after)
+        assert await is_closed(reader)
+
+
+async def test_the_admin_port_waits_so_long_for_a_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from argosy_router.admin import connections as admin_connections
+
+    monkeypatch.setattr(admin_connections, "READ_TIMEOUT_S", 0.01)
+    async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
+        _, writer = await connect_admin(stack, r)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /main.js HTTP/1.1\r\nhost: a\r\n\r\n" * 2000)
+        assert r.router.admin is not None
+        connections = r.router.admin.server_state.connections
+        await r.until(lambda: len(connections) == 1)
+        await r.until(lambda: not connections)
 
 
 async def test_the_admin_port_waits_so_long_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:

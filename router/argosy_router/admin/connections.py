@@ -1,10 +1,12 @@
-"""Limit on silent connections of the admin port, which have not sent a whole request head yet.
+"""Limit on silent connections of the admin port, on which no whole request is being answered to a client that reads.
 
-Owns: how long connections may be silent, and how many. Must not know: routes.
-Invariant: at most `MAX_SILENT` of the connections that uvicorn admits are silent, so that a probe always gets one.
+Owns: how long connections may be silent, and how many. Must not know: routes, but those of probes.
+Invariants: at most `MAX_SILENT` connections are silent, and none for longer than its deadline; probes are answered
+whatever else is connected.
 
-uvicorn waits for a request head for ever, and answers 503 to everybody while it has `limit_concurrency` connections: a
-few hundred silent ones would make the kubelet restart the router.
+uvicorn waits for ever for a request head, for a body of which it has answered the head, and for a client that does not
+read; and it answers 503 to everybody while it has `limit_concurrency` connections: a few hundred silent ones would make
+the kubelet restart the router.
 """
 
 from __future__ import annotations
@@ -12,43 +14,87 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_CONNECTIONS: Final = 256
 MAX_SILENT: Final = 128
 HEAD_TIMEOUT_S = 10.0
-"""From accepting the connection, or from a request's first byte; as on the main port."""
+"""From accepting the connection, from a request's first byte or from an answer until a whole request has come; for the
+head as on the main port."""
+READ_TIMEOUT_S = 30.0
+"""How long a client may leave the write buffer full."""
+_PROBES: Final = frozenset((b"/health", b"/ready"))
 
 
 class AdminConnection(HttpToolsProtocol):
-    """uvicorn's protocol with a deadline for the request head; `silent` is shared, and ordered by age."""
+    """uvicorn's protocol with a deadline for what the client does next; `silent` is shared, and ordered by age."""
 
     def __init__(self, *args: Any, silent: dict[AdminConnection, None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._silent = silent
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_whole = True
+        """Whether the last request that has begun has its end."""
+        self._begun: RequestResponseCycle | None = None
+        """The request that was begun to be answered last."""
+        self._is_lost = False
+        self._max_connections = self.limit_concurrency
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._begin_silence(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
         self._end_silence()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._await_head()
+        if self._is_whole:
+            self._end_silence()  # of the time between two requests
+        self._is_whole = False
+        self._begin_silence(HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
-        self._end_silence()
+        self.limit_concurrency = None if self.url.partition(b"?")[0] in _PROBES else self._max_connections
         super().on_headers_complete()
 
-    def _await_head(self) -> None:
-        if self in self._silent:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._begun = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_whole = True
+        if self._is_answering:
+            self._end_silence()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_answering:
+            self._begin_silence(HEAD_TIMEOUT_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._begin_silence(READ_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_answering:
+            self._end_silence()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request is being answered."""
+        return self._is_whole and self.cycle is not None and not self.cycle.response_complete
+
+    def _begin_silence(self, seconds: float) -> None:
+        """Cut the connection after so many seconds, or earlier for others, unless the silence ends before."""
+        if self._is_lost or self in self._silent:
             return
         self._silent[self] = None
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._cut)
+        self._deadline = self.loop.call_later(seconds, self._cut)
         if len(self._silent) > MAX_SILENT:
             next(iter(self._silent))._cut()
 
@@ -60,4 +106,6 @@ class AdminConnection(HttpToolsProtocol):
 
     def _cut(self) -> None:
         self._end_silence()
+        if self._begun is not None:
+            self._begun.disconnected = True  # else what it writes before it is told is an error
         self.transport.abort()
