@@ -1,4 +1,4 @@
-"""Unfinished events, which a router holds until they are whole: all of them together have a bound."""
+"""Unfinished events and unary answers, which a router holds until they are whole: all together have a bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.proxy.upstream.relay import StreamRelay
+from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.response_status import Refused
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -39,6 +39,41 @@ def test_unfinished_events_of_a_service_leave_memory_to_others() -> None:
     for _, each in streams:
         each.release()
     assert memory.held == 0
+
+
+def test_unary_answers_that_are_held_leave_memory_to_those_of_others() -> None:
+    """Each could hold a megabyte that counted nowhere. One for which there is no memory is forwarded as it comes."""
+    memory = BodyMemory(4 * MIB)
+    answers = [UnaryRelay(BodyReservation(memory, "hostile", 0)) for _ in range(64)]
+    piece = b"x" * (MIB // 2)
+    passed = [answer.feed(piece) for answer in answers]
+    assert memory.held <= 3 * MIB
+    assert passed.count(piece) == 64 - memory.held // len(piece)
+    late = answers[passed.index(piece)]
+    assert (late.feed(b"y"), late.end()) == (b"y", b"")
+    other = UnaryRelay(BodyReservation(memory, "other", 0))
+    assert (other.feed(piece), other.end()) == (b"", piece)
+    for answer in answers:
+        answer.end()
+    assert memory.held == 0
+
+
+async def test_an_answer_that_is_held_counts_until_it_is_forwarded() -> None:
+    may_end = asyncio.Event()
+    body = b'{"x":"%b"}' % (b"x" * MIB)[:-100]
+
+    async def script(connection: Connection, request: Received) -> None:
+        connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:-1])
+        await may_end.wait()
+        connection.writer.write(body[-1:])
+
+    async with rig([FakeEngine(script=script)]) as r:
+        memory = r.router.requests.event_memory
+        asked = asyncio.create_task(r.chat())
+        await r.until(lambda: memory.held >= MIB - 200)
+        may_end.set()
+        assert (await asked).content == body
+        assert memory.held == 0
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -76,7 +76,7 @@ class EndpointPick:
         self._record: AttemptRecord | None = None
         self._charge: Charge | None = None
         self._prefill_end = Deadline(wheel, self._prefilled)
-        self._relay: UnaryRelay | StreamRelay = UnaryRelay()
+        self._relay: UnaryRelay | StreamRelay = UnaryRelay(self._held_events)
         self._status = 0
         self._headers: Headers = []
         self._heard_at: float | None = None

@@ -75,7 +75,7 @@ class Attempt:
         """
         Args:
             transcript: what the client has of a stream that the attempt continues; None if it has nothing.
-            held_events: gets what is reserved for an unfinished event, and is released when the attempt is over.
+            held_events: gets what is reserved for an unfinished event or answer, and is released when the attempt is over.
             now: a monotonic clock.
         """
         self._listener = listener
@@ -92,7 +92,7 @@ class Attempt:
         self._is_resuming = transcript is not None
         self.fingerprint = choice.replica.fingerprint if call.shape is not None else ""
         """Fingerprint of the replica's model, if another replica can continue the stream; else empty."""
-        self.relay: UnaryRelay | StreamRelay = UnaryRelay()
+        self.relay: UnaryRelay | StreamRelay = UnaryRelay(held_events)
         resumed_tokens = 0
         if transcript is not None:
             self.relay = StreamRelay(
@@ -139,7 +139,8 @@ class Attempt:
         if connection is not None:
             connection.abort()
         if not self._is_resuming:
-            self.relay = UnaryRelay()
+            self._held_events.release()
+            self.relay = UnaryRelay(self._held_events)
         self.start(fresh=True)
 
     def end_when_answering(self, overdue: Deadline | None) -> None:

@@ -36,24 +36,29 @@ from argosy_router.proxy.upstream.usage_scan import (
 
 MAX_BUFFERED_BYTES: Final = 1024 * 1024
 """Unary answers up to this size reach the client whole or not at all; longer ones are streamed and cannot be retried
-once they have begun."""
+once they have begun, and so are those for which there is no memory."""
 MAX_HELD_BYTES: Final = 512 * 1024 * 1024
-"""Unfinished events of all streams together, of which a service may have three times as much as is free."""
+"""Unfinished events of all streams and what is held of unary answers, together, of which a service may have three times
+as much as is free."""
 _UNCOUNTED_BYTES: Final = 64 * 1024
-"""Of each stream: nearly no event is larger."""
+"""Of each answer: nearly no event is larger."""
 _RESOURCE_BUSY: Final = b'code":"%b"' % str(ResourceUnavailable.default_code).encode()
 """End of a field's name, `code` or `error_code`, and its value."""
 
 
 class UnaryRelay:
-    """Holds a unary response back until it is complete; until then another replica can take over."""
+    """Holds a unary response back until it is complete; until then another replica can take over. One that is large, or
+    for which there is no memory, is forwarded as it comes."""
 
     failure: UpstreamError | None = None
     """Always None: only the connection can fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: BodyReservation) -> None:
+        """`held` is what is reserved for what is held back; released by the caller when the attempt is over."""
+        self._held = held
         self._parts: list[bytes] = []
         self._size = 0
+        self._is_passing = False
         self._finder = UsageFinder()
 
     @property
@@ -63,13 +68,15 @@ class UnaryRelay:
 
     def feed(self, data: bytes) -> bytes:
         """Take in data, and return what to forward now."""
-        is_passing = self._size > MAX_BUFFERED_BYTES
-        self._size += len(data)
-        if is_passing:
+        if self._is_passing:
             self._finder.feed(data)
             return data
+        self._size += len(data)
         self._parts.append(data)
-        return self._release() if self._size > MAX_BUFFERED_BYTES else b""
+        if self._size <= MAX_BUFFERED_BYTES and _reserve(self._held, self._size):
+            return b""
+        self._is_passing = True
+        return self._release()
 
     def end(self) -> bytes:
         """Note that the response is complete, and return what is left to forward."""
@@ -78,6 +85,7 @@ class UnaryRelay:
     def _release(self) -> bytes:
         held = b"".join(self._parts)
         self._parts = []
+        self._held.release()
         self._finder.feed(held)
         return held
 
@@ -149,7 +157,7 @@ class StreamRelay:
         except EventTooLarge:
             self.failure = OversizedEvent()
             return b""
-        if not self._reserve(self._cutter.size):
+        if not _reserve(self._held, self._cutter.size):
             self.failure = Refused(503, is_resource_busy=True)
             return b""
         if not self._last:
@@ -171,19 +179,6 @@ class StreamRelay:
             events = without_progress(events)
         return without_usage(events) if self._hides_usage else events
 
-    def _reserve(self, size: int) -> bool:
-        """Reserve the memory of the unfinished event; return whether there is enough."""
-        held = self._held
-        if held.size > size:
-            held.release()
-        if size <= _UNCOUNTED_BYTES or size == held.size:
-            return True
-        try:
-            held.grow(size - held.size)
-        except Unavailable:
-            return False
-        return True
-
     def end(self) -> bytes:
         """Note that the response is complete, and return what is left to forward; nothing if the stream was cut."""
         if self._transcript is not None and not self._transcript.is_end(self._last):
@@ -198,3 +193,16 @@ class StreamRelay:
             return events
         self.failure = Refused(503, is_resource_busy=_RESOURCE_BUSY in events[start:end])
         return events[:start]
+
+
+def _reserve(held: BodyReservation, size: int) -> bool:
+    """Have so much reserved for what is held back; return whether there is enough."""
+    if held.size > size:
+        held.release()
+    if size <= _UNCOUNTED_BYTES or size == held.size:
+        return True
+    try:
+        held.grow(size - held.size)
+    except Unavailable:
+        return False
+    return True
