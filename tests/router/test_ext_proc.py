@@ -17,6 +17,7 @@ from argosy_batch.config import BatchConfig
 from argosy_batch.files_api import MAX_UPLOADS
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import FlowControlLimits, ServerLimits
+from argosy_router.gateway import ext_proc_messages as messages
 from argosy_router.gateway import ext_proc_schema as ext_proc
 from argosy_router.gateway.request_intake import GatewayRequest
 
@@ -438,6 +439,30 @@ async def test_messages_out_of_turn_end_the_stream(message: Any) -> None:
         await inside.call.write(message)
         assert await inside.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await r.until(lambda: is_settled(r))
+
+
+@pytest.mark.parametrize("number", [messages.MAX_HEADERS + 1, messages.MAX_BESIDE_BODY_BYTES])
+async def test_messages_with_very_many_headers_are_not_read(number: int) -> None:
+    """Whoever reached the port could send thirty megabytes of empty ones, without a key: five seconds of the event loop
+    and three gigabytes."""
+    headers = ext_proc.HttpHeaders()
+    for _ in range(number):
+        headers.headers.headers.add()
+    async with rig([FakeEngine()], ext_proc_port=0) as r, envoy(r) as gateway:
+        stream = gateway.open()
+        await stream.call.write(ext_proc.ProcessingRequest(request_headers=headers))
+        assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await gateway.request(chat())).status == 200
+
+
+def test_a_large_body_is_read_and_what_is_beside_it_is_bounded() -> None:
+    body = ext_proc.HttpBody(body=b"x" * (4 << 20), end_of_stream=True)
+    message = ext_proc.ProcessingRequest(request_body=body)
+    message.metadata_context.filter_metadata.add(key="envoy.lb")
+    assert messages.parse(message.SerializeToString()) == message
+    message.metadata_context.filter_metadata.add(key="k" * messages.MAX_BESIDE_BODY_BYTES)
+    with pytest.raises(messages.MessageTooLarge):
+        messages.parse(message.SerializeToString())
 
 
 async def test_bytes_that_are_no_message_end_the_stream() -> None:

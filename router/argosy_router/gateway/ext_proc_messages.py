@@ -20,6 +20,11 @@ SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 MAX_SUBSET: Final = 10_000
 """Endpoints of a subset that are read."""
+MAX_BESIDE_BODY_BYTES: Final = 512 * 1024
+"""Of a message: its headers and metadata, such as `MAX_SUBSET` endpoints. Two bytes may be a header, which takes a
+hundred once it is read."""
+MAX_HEADERS: Final = 1024
+"""Headers of a message; the limit of a request's is lower."""
 MAX_PIECE_BYTES: Final = 60_000
 """Size of the pieces in which a body is returned: Envoy's own pieces have 64 KiB at most."""
 
@@ -30,11 +35,77 @@ _KEPT_PREFIXES: Final = (b":", b"x-forwarded-", b"x-envoy-")
 """Headers of a request that the gateway has made or needs."""
 
 
+_BODIES: Final = (4, 5)
+"""Numbers of the fields `request_body` and `response_body`, whose first field is the body itself."""
+_MAX_FIELDS: Final = 64
+"""Fields in which a body is looked for."""
+
+
+class MessageTooLarge(Exception):
+    """A message has more beside its body than a gateway sends: whoever reaches the port may send it, without a key."""
+
+
 # what is read
 
 
+def parse(data: bytes) -> Any:
+    """Parse a message of a gateway's.
+
+    Raises:
+        MessageTooLarge: before any of it is parsed.
+    """
+    if len(data) > MAX_BESIDE_BODY_BYTES and len(data) - _body_bytes(data) > MAX_BESIDE_BODY_BYTES:
+        raise MessageTooLarge(f"a message has more than {MAX_BESIDE_BODY_BYTES} bytes beside its body")
+    return ext_proc.ProcessingRequest.FromString(data)
+
+
+def _body_bytes(data: bytes) -> int:
+    """Return the length of the longest body in a message."""
+    bodies = [(start, end) for number, start, end in _fields(data, 0, len(data)) if number in _BODIES]
+    return max(
+        (end - start for body in bodies for number, start, end in _fields(data, *body) if number == 1), default=0
+    )
+
+
+def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the numbers of the first fields of a message that have a length, and where these begin and end."""
+    for _ in range(_MAX_FIELDS):
+        key, start = _varint(data, start, end)
+        if key & 7 == 0:
+            _, start = _varint(data, start, end)
+        elif key & 7 == 2:
+            length, start = _varint(data, start, end)
+            if start + length > end:
+                return
+            yield key >> 3, start, start + length
+            start += length
+        else:
+            return
+        if start >= end:
+            return
+
+
+def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
+    """Return a number, and where it ends."""
+    value = shift = 0
+    while start < end and shift < 64:
+        byte = data[start]
+        start += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return value, start
+
+
 def headers_of(headers: Any) -> Headers:
-    """Return the headers of an `HttpHeaders`, with pseudo-headers."""
+    """Return the headers of an `HttpHeaders`, with pseudo-headers.
+
+    Raises:
+        MessageTooLarge: there are too many.
+    """
+    if len(headers.headers.headers) > MAX_HEADERS:
+        raise MessageTooLarge(f"a message has more than {MAX_HEADERS} headers")
     return [
         (header.key.encode("latin-1", "replace").lower(), header.raw_value or header.value.encode())
         for header in headers.headers.headers

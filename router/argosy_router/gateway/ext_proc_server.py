@@ -16,6 +16,7 @@ import grpc.aio
 
 from argosy_protocol.program.listen import CannotListen
 from argosy_router.config import RouterConfig
+from argosy_router.gateway import ext_proc_messages as messages
 from argosy_router.gateway import ext_proc_schema as schema
 from argosy_router.gateway.ext_proc_stream import ProcessingStream, ProtocolViolation
 from argosy_router.gateway.request_intake import Intake
@@ -53,7 +54,7 @@ class ExtProcServer:
                     schema.PROCESS,
                     grpc.stream_stream_rpc_method_handler(
                         self._process,
-                        request_deserializer=schema.ProcessingRequest.FromString,
+                        request_deserializer=messages.parse,
                         response_serializer=schema.ProcessingResponse.SerializeToString,
                     ),
                 ),
@@ -96,7 +97,7 @@ class ExtProcServer:
         stream = ProcessingStream(self.intake, context, silence_s=self._config.request_timeout_s)
         try:
             await stream.run()
-        except ProtocolViolation as error:
+        except (ProtocolViolation, messages.MessageTooLarge) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the gateway was silent for too long")
