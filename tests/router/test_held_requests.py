@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import FlowControlLimits
+from argosy_router.flow_control.controller import TOLD_PER_TURN
+from argosy_router.proxy.queued_call import QueuedCall
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import StoppedClock, chat, rig, service
+from .harness import StoppedClock, chat, raw, rig, service
 from .queueing import check_hint, is_settled, send
+from .raw_requests import answer, request_bytes
 
 # no replica
 
@@ -46,6 +53,51 @@ async def test_a_steady_flow_of_newcomers_does_not_put_off_the_held() -> None:
             r.discovery.set(FleetDocument(services=(service([engine]),)))
             assert (await held).status_code == 200
             flowing.cancel()
+
+
+@pytest.mark.parametrize("has_replica", [True, False])
+async def test_what_was_held_goes_a_few_in_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, has_replica: bool
+) -> None:
+    """All that a key had held went in one turn: a thousand took 70 ms there, and as long again to connect."""
+    told_in: Counter[int] = Counter()
+    turn = 0
+
+    def count_turn() -> None:
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count_turn)
+
+    for method in ("admit", "refuse"):
+        original = getattr(QueuedCall, method)
+
+        def counted(self: QueuedCall, *args: Any, original: Any = original) -> None:
+            told_in[turn] += 1
+            original(self, *args)
+
+        monkeypatch.setattr(QueuedCall, method, counted)
+    clock = StoppedClock()
+    limits = FlowControlLimits(hold_timeout_s=60.0)
+    async with (
+        rig([], flow_control=limits, clock=clock) as r,
+        FakeEngine(hello={"max_num_seqs": 1000}) as engine,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        readers = []
+        for _ in range(4 * TOLD_PER_TURN):
+            reader, writer = await stack.enter_async_context(raw(r.router))
+            writer.write(request_bytes())
+            readers.append(reader)
+        await r.until(lambda: r.metric("queued_requests") == len(readers))
+        asyncio.get_running_loop().call_soon(count_turn)
+        if has_replica:
+            r.discovery.set(FleetDocument(services=(service([engine]),)))
+            await r.until(lambda: any(replica.is_routable for replica in r.router.fleet.replicas()))
+        await r.pass_time(1.0 if has_replica else 61.0)
+        answers = [await answer(reader) for reader in readers]
+        assert {status for status, _, _ in answers} == {200 if has_replica else 503}
+    assert sum(told_in.values()) == len(readers)
+    assert max(told_in.values()) <= 2 * TOLD_PER_TURN
 
 
 async def test_holding_ends() -> None:

@@ -52,6 +52,20 @@ def service_queue_of(
     return ServiceQueue("tiny", replicas.room, lambda: Bounds(entries, 1000, queue_s, hold_s), 0.0)
 
 
+def test_a_tick_tells_no_more_than_it_is_asked_to() -> None:
+    replicas = FakeReplicas(None)
+    queue = service_queue_of(replicas, hold_s=10.0)
+    requests = [Told(account()) for _ in range(5)]
+    for request in requests:
+        queue.enqueue(request, 0.0)
+    replicas.seats = 2
+    assert [queue.tick(1.0, 1), queue.tick(1.0, 0), queue.tick(1.0, 9)] == [1, 0, 1]
+    replicas.seats = None
+    queue.tick(2.0)
+    assert [queue.tick(100.0, 2), queue.num_queued, queue.tick(100.0, 2)] == [2, 1, 1]
+    assert [len(request.told) for request in requests] == [1] * 5
+
+
 def enter(queue: ServiceQueue, replicas: FakeReplicas, now: float) -> bool:
     is_admitted = queue.try_admit(now)
     replicas.requests += is_admitted

@@ -46,6 +46,7 @@ waits inside the engine, which gives others their slots."""
 HOLD_BACK_SHARE: Final = 0.1
 """Share of the time in which requests wait for large calls, beyond the first `HOLD_BACK_S`."""
 DRAIN_WINDOW_S: Final = 10.0
+_NO_BOUND: Final = 1 << 30
 MAX_RETRY_AFTER_S: Final = 60.0
 """OpenAI's SDKs ignore a longer hint."""
 
@@ -262,9 +263,14 @@ class ServiceQueue:
         self._idle_since = now
         self._drain.ended(now)
 
-    def tick(self, now: float) -> None:
-        """Admit as many requests as there is capacity for, and refuse those that were queued too long. Call it when a
-        request has ended, and now and then while a request is queued."""
+    def tick(self, now: float, most: int = _NO_BOUND) -> int:
+        """Admit as many requests as there is capacity for, and refuse those that were queued too long, but no more than
+        `most` of both. Call it when a request has ended, and now and then while a request is queued.
+
+        Returns:
+            How many were admitted or refused.
+        """
+        told = 0
         self._look_up(now, "")
         self._end_hold_back(now)
         passed_over: set[Account] = set()
@@ -281,16 +287,22 @@ class ServiceQueue:
             passed_over.add(account)
             return False
 
-        while names := [name for name in self._queue.names if self._look_up(now, name) > 0]:
+        while told < most:
+            names = [name for name in self._queue.names if self._look_up(now, name) > 0]
+            if not names:
+                break
             request = self._queue.next_named(names, is_next)
             if request is None or self._is_holding_back:
                 break
             self._queue.take(request)
             self._count(request.sequences)
+            told += 1
             request.admit()
         for name in self._queue.names:
-            self._expire(name, now)
+            self._look_up(now, name)
+            told += self._expire(name, now, most - told)
         self._forget_names()
+        return told
 
     def _may_go(self, request: QueuedRequest, now: float) -> bool:
         """Whether the free capacity is enough for all sequences of the next request, or it has waited for that long
@@ -315,18 +327,21 @@ class ServiceQueue:
             self._is_holding_back = False
             self._hold_back_time.spend(now - self._held_back_since, now)
 
-    def _expire(self, name: str, now: float) -> None:
-        """Refuse the requests that were queued for `name` too long."""
+    def _expire(self, name: str, now: float, most: int) -> int:
+        """Refuse the requests that were queued for `name` too long, but no more than `most`; return how many."""
+        told = 0
         bounds, availability = self._bounds(), self._availability[name]
         timeout_s = bounds.hold_timeout_s if availability.is_unavailable else bounds.queue_timeout_s
-        while (oldest := self._queue.oldest_of(name)) is not None:
+        while told < most and (oldest := self._queue.oldest_of(name)) is not None:
             # A replica that comes and goes restarts the time, but not for ever.
             last = oldest.since + bounds.hold_timeout_s + bounds.queue_timeout_s
             if min(last, max(oldest.since, availability.changed) + timeout_s) > now:
-                return
+                break
             self._queue.remove(oldest)
             self._idle_since = now
+            told += 1
             oldest.refuse(self._refusal(now, name, now - oldest.since))
+        return told
 
     def _look_up(self, now: float, name: str) -> int:
         """Return the capacity for `name` that an account without requests has (of a router with keys: without keys
