@@ -191,7 +191,7 @@ def build_admin(
         return _json(explain_body(fleet, body, asked.session.encode()))
 
     async def overview(_: Request) -> Response:
-        view = overviews.now(is_ready=application.is_ready, is_draining=application.is_draining)
+        view = await overviews.now(is_ready=application.is_ready, is_draining=application.is_draining)
         return _json(msgspec.json.encode(view))
 
     async def chat(request: Request) -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -84,11 +84,15 @@ class History:
         for model in self._samples.keys() - sums.keys():
             del self._samples[model]
 
-    def trend(self, model: str, now: float) -> Trend:
-        """The curve up to the last sample, and the last minute up to now."""
+    def trends(self, now: float) -> Callable[[str], Trend]:
+        """Return what returns a model's curve up to the last sample, and the last minute up to now. The sums of all models
+        are read once: for each model, those of a thousand would take seconds."""
+        sums = self._sums(now)
+        return lambda model: self._trend(model, sums.get(model, _Sums(now)), now)
+
+    def _trend(self, model: str, latest: _Sums, now: float) -> Trend:
         bounds = self._metrics.ttft.bounds
         samples = self._samples.get(model, deque())
-        latest = self._sums(now).get(model, _Sums(now))
         since = samples[-min(len(samples), RECENT)] if samples else _Sums(now - INTERVAL_S)
         return Trend(
             interval_s=INTERVAL_S,

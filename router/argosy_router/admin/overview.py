@@ -5,6 +5,7 @@ Owns: which figures of services and replicas are shown. Must not know: HTTP, how
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,9 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.metrics.registry import Metrics
+
+REPLICAS_PER_TURN = 500
+"""As many are viewed in one turn of the event loop; each takes some 10 us."""
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):
@@ -86,9 +90,18 @@ class Overviews:
         self._connections = connections
         self._started = time.monotonic()
 
-    def now(self, *, is_ready: bool, is_draining: bool) -> Overview:
-        """Build an overview of the current state."""
+    async def now(self, *, is_ready: bool, is_draining: bool) -> Overview:
+        """Build an overview of the current state, in turns."""
         now = time.monotonic()
+        trend = self._history.trends(now)
+        views: list[ServiceView] = []
+        num_replicas = 0
+        for service in list(self._fleet.services.values()):
+            views.append(self._service(service, trend, now))
+            num_replicas += 1 + len(service.replicas)
+            if num_replicas >= REPLICAS_PER_TURN:
+                num_replicas = 0
+                await asyncio.sleep(0)
         waiting = "draining" if is_draining else "starting"
         return Overview(
             router=self._name,
@@ -96,10 +109,10 @@ class Overviews:
             uptime_s=now - self._started,
             state="ready" if is_ready else waiting,
             connections=self._connections(),
-            services=[self._service(service, now) for service in self._fleet.services.values()],
+            services=views,
         )
 
-    def _service(self, service: Service, now: float) -> ServiceView:
+    def _service(self, service: Service, trend: Callable[[str], Trend], now: float) -> ServiceView:
         model, fetch = service.spec.model, service.spec.fetch
         return ServiceView(
             service=service.spec.qualified_name,
@@ -110,7 +123,7 @@ class Overviews:
             model_fetch="" if fetch is None else fetch.state,
             index_chunks=len(service.index),
             bytes_per_token=service.lengths.bytes_per_token,
-            trend=self._history.trend(model, now),
+            trend=trend(model),
             replicas=[
                 self._replica(model, replica, now)
                 for replica in sorted(service.replicas.values(), key=lambda replica: replica.name)
