@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+import timeit
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from argosy_router.fleet.links.telemetry_budget import (
     ServiceTelemetryBudget,
     TelemetryBudget,
 )
+from argosy_router.http.fetch import _Collector
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig
@@ -96,6 +98,45 @@ def test_metrics_of_another_engine_are_bounded(exposition: bytes) -> None:
     load = parse_load(exposition)
     assert load is None or (load.running + load.waiting <= 2 * MAX_REQUESTS)
     assert load is None or load.queued_tokens <= MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"vllm:num_requests_running{\n",
+        b'vllm:num_requests_running{a="\n',
+        b'vllm:num_requests_running{a="b",\n',
+        b"vllm:num_requests_running 1\n",
+    ],
+)
+def test_the_time_to_read_metrics_grows_with_their_length(line: bytes) -> None:
+    """Labels without an end were read on to the end of the exposition, for each sample anew: with four megabytes a
+    replica stopped its router for an hour. CPU times are compared."""
+
+    def cpu_s(number: int) -> float:
+        exposition = line * number
+        return min(timeit.repeat(lambda: parse_load(exposition), timer=time.process_time, number=1, repeat=3))
+
+    assert cpu_s(3200) < 64 * max(cpu_s(200), 0.0005)
+
+
+def test_a_body_that_comes_byte_by_byte_is_not_copied_for_each() -> None:
+    """A replica that sent most of four megabytes at once and then single bytes kept a core of its router busy."""
+
+    def cpu_s(size: int) -> float:
+        collector = _Collector(1 << 30)
+        collector.on_data(b"x" * size)
+
+        def receive() -> None:
+            for _ in range(200):
+                collector.on_data(b"y")
+
+        return min(timeit.repeat(receive, timer=time.process_time, number=1, repeat=3))
+
+    async def compare() -> None:
+        assert cpu_s(8 << 20) < 16 * max(cpu_s(1 << 10), 0.0005)
+
+    asyncio.run(compare())
 
 
 async def test_resets_of_a_cache_do_not_fill_the_routers_memory() -> None:

@@ -37,18 +37,21 @@ class _Collector:
         self.done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._limit = limit
         self._response = Response(0, [], b"")
+        self._body = bytearray()
+        """Grows in place: a replica may send a byte at a time, and the whole body would be copied for each."""
 
     def on_response(self, status: int, headers: Headers) -> None:
         self._response = Response(status, headers, b"")
 
     def on_data(self, data: bytes) -> None:
-        if len(self._response.body) < self._limit:
-            self._response.body += data
+        if len(self._body) < self._limit:
+            self._body += data
 
     def on_end(self) -> None:
-        if len(self._response.body) >= self._limit:
+        if len(self._body) >= self._limit:
             self.on_failed(MalformedResponse(f"response is longer than {self._limit} bytes"))
         elif not self.done.done():
+            self._response.body = bytes(self._body)
             self.done.set_result(self._response)
 
     def on_failed(self, error: UpstreamError) -> None:

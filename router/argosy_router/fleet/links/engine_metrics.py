@@ -60,8 +60,13 @@ _ENGINES = (
         found=(b"sglang:cached_tokens_total",),
     ),
 )
-_REST = re.compile(rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})? (\S+)')
-"""The rest of a sample after its name: optional labels, and the value."""
+_REST = re.compile(rb'(?:\{(?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+\})? (\S+)')
+"""The rest of a sample's line after its name: optional labels, and the value."""
+_MAX_SAMPLED_BYTES = 256 * 1024
+"""Of the lines of one name that are read: whatever a replica sends, the router serves others meanwhile. A thousand ranks
+take a third of it."""
+_LINE_BYTES = 64
+"""Counted for a line beside its own."""
 
 
 class EngineLoad(NamedTuple):
@@ -92,9 +97,16 @@ def _values(lines: bytes, name: bytes) -> list[float]:
     values = []
     start = b"\n" + name
     at = lines.find(start)
+    left = _MAX_SAMPLED_BYTES
     while at >= 0:
         end = at + len(start)
-        sample = _REST.match(lines, end)
+        line_end = lines.find(b"\n", end)
+        if line_end < 0:
+            line_end = len(lines)
+        left -= line_end - end + _LINE_BYTES
+        if left < 0:
+            break
+        sample = _REST.match(lines, end, line_end)
         if sample is not None:
             try:
                 value = float(sample[1])
@@ -102,7 +114,7 @@ def _values(lines: bytes, name: bytes) -> list[float]:
                 value = -1.0
             if isfinite(value) and 0.0 <= value <= _MAX_SAMPLE:
                 values.append(value)
-        at = lines.find(start, end)
+        at = lines.find(start, line_end)
     return values
 
 
