@@ -373,8 +373,8 @@ _PART = msgspec.json.Decoder(ResponseContentPart)
 
 
 def _with_readable_items(body: bytes) -> Generator[None, None, bytes | None]:
-    """Return, in steps, a body with only the type of each item that is none of `READ_ITEMS`, and of each content part that is none
-    of `TEXT_PARTS`, and has fields of other types than ours; None if that does not make it readable.
+    """Return, in steps, a body with only the type of each item that is none of `READ_ITEMS`, and of each content part
+    that is none of `TEXT_PARTS`, and has fields of other types than ours; None if that does not make it readable.
 
     An id that is none of ours is left out of other items: nothing refers to it.
     """

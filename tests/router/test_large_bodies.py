@@ -331,8 +331,8 @@ def test_whose_larger_bodies_are_read_elsewhere() -> None:
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
 async def test_a_short_body_of_many_values_is_read_elsewhere(endpoint: RoutedEndpoint) -> None:
-    """Empty parts of a message take a microsecond each: a megabyte of them held the event loop for 350 ms, and bodies of
-    60 KB, which count nowhere, for 20 ms each."""
+    """Empty parts of a message take a microsecond each: a megabyte of them held the event loop for 350 ms, and bodies
+    of 60 KB, which count nowhere, for 20 ms each."""
     field = "input" if endpoint == "responses" else "messages"
     fields = {"model": MODEL, field: [{"role": "user", "content": [{}] * 1000}] * 20}
     if endpoint == "messages":

@@ -119,8 +119,8 @@ async def test_the_overview_tells_how_far_the_fetch_of_a_model_is() -> None:
 
 
 async def test_an_overview_of_many_services_reads_the_sums_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were read for each service: with 200 of ten replicas each view held the event loop for 120 ms, and 25 times as
-    long with a thousand."""
+    """They were read for each service: with 200 of ten replicas each view held the event loop for 120 ms, and 25
+    times as long with a thousand."""
     documents = [service([], name=f"s{number}", model=f"m{number}") for number in range(20)]
     async with rig([], document=FleetDocument(services=tuple(documents)), admin_port=0) as r:
         read = []

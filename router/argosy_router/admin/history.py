@@ -85,8 +85,8 @@ class History:
             del self._samples[model]
 
     def trends(self, now: float) -> Callable[[str], Trend]:
-        """Return what returns a model's curve up to the last sample, and the last minute up to now. The sums of all models
-        are read once: for each model, those of a thousand would take seconds."""
+        """Return what returns a model's curve up to the last sample, and the last minute up to now. The sums of
+        all models are read once: for each model, those of a thousand would take seconds."""
         sums = self._sums(now)
         return lambda model: self._trend(model, sums.get(model, _Sums(now)), now)
 

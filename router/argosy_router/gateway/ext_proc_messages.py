@@ -63,7 +63,8 @@ def _body_bytes(data: bytes) -> int:
     """Return the length of the longest body in a message."""
     bodies = [(start, end) for number, start, end in _fields(data, 0, len(data)) if number in _BODIES]
     return max(
-        (end - start for body in bodies for number, start, end in _fields(data, *body) if number == 1), default=0
+        (end - start for body in bodies for number, start, end in _fields(data, *body) if number == 1),
+        default=0,
     )
 
 

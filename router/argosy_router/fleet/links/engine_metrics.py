@@ -63,8 +63,8 @@ _ENGINES = (
 _REST = re.compile(rb'(?:\{(?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+\})? (\S+)')
 """The rest of a sample's line after its name: optional labels, and the value."""
 _MAX_SAMPLED_BYTES = 256 * 1024
-"""Of the lines of one name that are read: whatever a replica sends, the router serves others meanwhile. A thousand ranks
-take a third of it."""
+"""Of the lines of one name that are read: whatever a replica sends, the router serves others meanwhile. A thousand
+ranks take a third of it."""
 _LINE_BYTES = 64
 """Counted for a line beside its own."""
 

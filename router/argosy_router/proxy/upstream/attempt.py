@@ -75,7 +75,7 @@ class Attempt:
         """
         Args:
             transcript: what the client has of a stream that the attempt continues; None if it has nothing.
-            held_events: gets what is reserved for an unfinished event or answer, and is released when the attempt is over.
+            held_events: gets what is reserved for an unfinished event or answer; released when the attempt is over.
             now: a monotonic clock.
         """
         self._listener = listener
