@@ -37,6 +37,7 @@ from argosy_router.fleet.links.telemetry_budget import (
     TelemetryBudget,
 )
 from argosy_router.http.fetch import _Collector
+from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig
@@ -137,6 +138,15 @@ def test_a_body_that_comes_byte_by_byte_is_not_copied_for_each() -> None:
         assert cpu_s(8 << 20) < 16 * max(cpu_s(1 << 10), 0.0005)
 
     asyncio.run(compare())
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_negative_length_of_a_model_returns_no_tokens_to_a_key(limit: int | None) -> None:
+    """An answer without usage counts by what its replica can have generated, with the length of its model at most: a
+    negative one filled the bucket of the key, whose other requests went to other services."""
+    estimate = estimate_of(Outputs(3, limit, 1.0), 10, 20.0)
+    assert estimate.generated_in(1.0, 0.01, -(10**12)) == 10
+    assert estimate.unsent_in(1.0, 0.01, 0, 100, -(10**12)) == 0
 
 
 async def test_resets_of_a_cache_do_not_fill_the_routers_memory() -> None:

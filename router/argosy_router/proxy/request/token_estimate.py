@@ -91,7 +91,8 @@ class TokenEstimate:
         return self.sequences * min(left, max_unsent, int(max(0.0, seconds) / decode_step_s))
 
     def _bound(self, max_tokens: int) -> int:
-        return min(self.output_tokens, max_tokens) if self.has_limit else max_tokens
+        """Tokens of a sequence, where `max_tokens` is a replica's word: a negative one would return tokens to a key."""
+        return max(0, min(self.output_tokens, max_tokens) if self.has_limit else max_tokens)
 
 
 class Outputs(NamedTuple):
