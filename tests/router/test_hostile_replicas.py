@@ -36,7 +36,7 @@ from argosy_router.fleet.links.telemetry_budget import (
     ServiceTelemetryBudget,
     TelemetryBudget,
 )
-from argosy_router.http.fetch import _Collector
+from argosy_router.http.fetch import Collector
 from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
 
 from .fake_engine import FakeEngine
@@ -125,7 +125,7 @@ def test_a_body_that_comes_byte_by_byte_is_not_copied_for_each() -> None:
     """A replica that sent most of four megabytes at once and then single bytes kept a core of its router busy."""
 
     def cpu_s(size: int) -> float:
-        collector = _Collector(1 << 30)
+        collector = Collector(1 << 30)
         collector.on_data(b"x" * size)
 
         def receive() -> None:

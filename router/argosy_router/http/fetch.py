@@ -32,7 +32,9 @@ class _Stale(ConnectionLost):
     """The replica had closed the kept connection, which says nothing about its health."""
 
 
-class _Collector:
+class Collector:
+    """Response sink that collects a body up to a limit; `done` resolves to the response."""
+
     def __init__(self, limit: int) -> None:
         self.done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._limit = limit
@@ -120,7 +122,7 @@ async def _get(
     kept: Callable[[], UpstreamConnection | None] = lambda: None,
 ) -> Response:
     """Send one request; afterwards close the connection, unless it is the one that `kept` returns."""
-    collector = _Collector(limit)
+    collector = Collector(limit)
     connection.send(collector, request_head(pool, path, key), timeout_s)
     try:
         return await collector.done
