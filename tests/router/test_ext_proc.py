@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.gateway import ext_proc_messages as messages
 from argosy_router.gateway import ext_proc_schema as ext_proc
+from argosy_router.gateway import ext_proc_server
 from argosy_router.gateway.request_intake import GatewayRequest
 
 from .fake_engine import MODEL, NORMAL_STREAM, Connection, FakeEngine, Received
@@ -452,6 +454,21 @@ async def test_messages_with_very_many_headers_are_not_read(number: int) -> None
         stream = gateway.open()
         await stream.call.write(ext_proc.ProcessingRequest(request_headers=headers))
         assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await gateway.request(chat())).status == 200
+
+
+async def test_connections_that_say_nothing_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them kept a descriptor for two minutes, of which the main port has need."""
+    monkeypatch.setattr(ext_proc_server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(ext_proc_server, "HANDSHAKE_TIMEOUT_MS", 100)
+    async with rig([FakeEngine()], ext_proc_port=0) as r, envoy(r) as gateway:
+        assert r.router.gateway is not None
+        opened = [await asyncio.open_connection("127.0.0.1", r.router.gateway.port) for _ in range(16)]
+        for reader, _ in opened:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until the end of the connection
+        for _, writer in opened:
+            writer.close()
         assert (await gateway.request(chat())).status == 200
 
 

@@ -27,6 +27,11 @@ _READINESS: Final = frozenset(("", "readiness", schema.PROCESS[0]))
 """Services that the endpoint picker protocol names for health checks; `liveness` is another one."""
 _MESSAGE_OVERHEAD: Final = 1 << 20
 """What a message may have beside a whole body: headers, metadata, attributes."""
+MAX_CONNECTIONS = 1024
+"""Of gateways (one for each thread of an Envoy), which carry many streams each. Whoever reaches the port may open some, and descriptors are those of
+the main port as well."""
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""From accepting a connection until it speaks HTTP/2; gRPC's own is two minutes."""
 _KEEPALIVE_MS: Final = 30_000
 """Interval of the pings by which a dead gateway is noticed."""
 _KEEPALIVE_TIMEOUT_MS: Final = 20_000
@@ -44,6 +49,8 @@ class ExtProcServer:
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, limits.max_connections)),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.max_connections)
         self.intake = intake
