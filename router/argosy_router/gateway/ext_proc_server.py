@@ -28,8 +28,8 @@ _READINESS: Final = frozenset(("", "readiness", schema.PROCESS[0]))
 _MESSAGE_OVERHEAD: Final = 1 << 20
 """What a message may have beside a whole body: headers, metadata, attributes."""
 MAX_CONNECTIONS = 1024
-"""Of gateways (one for each thread of an Envoy), which carry many streams each. Whoever reaches the port may open some, and descriptors are those of
-the main port as well."""
+"""Of gateways (one for each thread of an Envoy), which carry many streams each. Whoever reaches the port may open some,
+and descriptors are those of the main port as well."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """From accepting a connection until it speaks HTTP/2; gRPC's own is two minutes."""
 _KEEPALIVE_MS: Final = 30_000
