@@ -124,8 +124,8 @@ def oversize_problem(obj: Object) -> str:
 
 
 def _pod(obj: Object) -> Object:
-    """A pod as far as `observed.pod` and the watches of routers and fetches read it. Equal texts of several pods are one
-    in memory."""
+    """A pod as far as `observed.pod` and the watches of routers and fetches read it. Equal texts of pods are one in
+    memory."""
     kept: Object = {name: obj[name] for name in ("apiVersion", "kind", "status") if name in obj}
     kept["metadata"] = metadata = _metadata(obj)
     if annotations := obj["metadata"].get("annotations"):
