@@ -304,13 +304,15 @@ async def test_the_more_replicas_are_unreachable_the_less_often_each_is_tried() 
     engines = [FakeEngine() for _ in range(3)]
     async with rig(engines) as r:
         reconnects = r.router.fleet.reconnects
-        assert (reconnects.num_failing, reconnects.cap_s) == (0, telemetry_client.BACKOFF_CAP_S)
+        name = r.replica(0).service
+        assert (reconnects.num_failing, reconnects.cap_s(name)) == (0, telemetry_client.BACKOFF_CAP_S)
         for engine in engines[:2]:
             await engine.stop()
         await r.until(lambda: reconnects.num_failing == 2)
-        reconnects.num_failing += 20_000
-        assert reconnects.cap_s == 20_002 / telemetry_client.CONNECTS_PER_S
-        reconnects.num_failing -= 20_000
+        reconnects.note("another/large", 20_000)
+        assert reconnects.cap_s(name) == telemetry_client.BACKOFF_CAP_S, "two of its own"
+        assert reconnects.cap_s("another/large") == 2 * 20_000 / telemetry_client.CONNECTS_PER_S
+        reconnects.note("another/large", -20_000)
         await engines[0].start()
         await r.until(lambda: reconnects.num_failing == 1)
         r.discovery.set(FleetDocument(services=(service(engines[:1]),)))

@@ -15,7 +15,7 @@ import pytest
 
 from argosy.commands.route import main as route_command
 from argosy.errors import CommandError
-from argosy_router.admin import app
+from argosy_router.admin import connections
 from argosy_router.config import ConfigError, RouterConfig, ServerLimits, UpstreamLimits
 from argosy_router.http import tls
 from argosy_router.http.deadlines import TimerWheel
@@ -285,13 +285,34 @@ async def test_a_handshake_with_the_admin_port_has_a_deadline(
     authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the minute that asyncio gives by default."""
-    monkeypatch.setattr(app, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.1)
     certificate, key = authority("ca").issue("router")
     async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r:
         url = httpx.URL(r.router.admin_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         assert await read_all(reader) == b""
         writer.close()
+
+
+async def test_silent_handshakes_with_the_admin_port_block_no_probe(
+    authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_HANDSHAKES", 8)
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+    fields = {"ssl_certfile": certificate, "ssl_keyfile": key, "admin_port": 0}
+    async with rig([FakeEngine()], **fields) as r, contextlib.AsyncExitStack() as stack:
+        url = httpx.URL(r.router.admin_url)
+        silent = await asyncio.gather(*[asyncio.open_connection(url.host, url.port) for _ in range(20)])
+        for _, writer in silent:
+            stack.callback(writer.transport.abort)
+        async with httpx.AsyncClient(verify=trusting(ca), trust_env=False) as client:
+            for reader, _ in silent[:12]:
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b"", "the oldest gave way"
+            assert (await client.get(f"{url}/ready")).status_code == 200
+        handshakes = [each for each in asyncio.all_tasks() if "admin port" in each.get_name()]
+        assert len(handshakes) <= 8
 
 
 async def test_probes_need_no_certificate_of_their_own(authority: Callable[[str], Authority]) -> None:

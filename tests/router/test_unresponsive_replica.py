@@ -10,6 +10,8 @@ import pytest
 
 from argosy_protocol.telemetry import Load
 from argosy_router.fleet.links import telemetry_client
+from argosy_router.http import pool as pool_module
+from argosy_router.http.upstream_errors import FirstByteTimeout
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import DEADLINE_S, Rig, StoppedClock, raw, rig
@@ -136,3 +138,24 @@ async def test_streams_it_has_begun_end_once_it_is_certainly_gone() -> None:
         assert r.router.requests.inflight == 1, "not before a new connection went unanswered"
         await miss_heartbeats(r)
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), DEADLINE_S)
+
+
+async def test_of_many_requests_a_few_move_on_in_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "FAILED_PER_TURN", 2)
+    engines = Mortal(), Mortal()
+    async with mortals(*engines) as r:
+        engines[0].is_stopped = True
+        asked = [asyncio.create_task(r.chat(str(n))) for n in range(10)]
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        pool = r.replica(0).pool
+
+        def num_waiting() -> int:
+            return sum(connection.sink is not None for connection in pool.connections)
+
+        before = num_waiting()
+        assert before == 5
+        pool.fail_requests(FirstByteTimeout("it fell silent"), include_begun=False)
+        assert num_waiting() == before - 2
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * len(asked)

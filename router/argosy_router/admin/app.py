@@ -40,7 +40,7 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.load_report import LOAD_PATH
 from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
-from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection
+from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection, TlsServer
 from argosy_router.admin.explain import explain
 from argosy_router.admin.load_reports import LoadReports
 from argosy_router.admin.overview import Overviews
@@ -57,8 +57,6 @@ from argosy_router.proxy.request.model_names import find_service
 from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog, RefusalLog
 
 MAX_WAIT_S = 60.0
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Bounds the time from accepting a connection to the end of its TLS handshake, as on the main port."""
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
 """A million tokens of text; decoding more would block the data plane, which shares this event loop."""
 MAX_CHAT_BYTES = 4 * 1024 * 1024
@@ -364,20 +362,20 @@ class AdminServer(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`. uvicorn's own method sets no handshake deadline, which would leave asyncio's of 60 s."""
+        """Listen on `sockets`. uvicorn's own method has no bound for handshakes, and a minute for each."""
         config, loop = self.config, asyncio.get_running_loop()
         await self.lifespan.startup()
-        handshake_s = HANDSHAKE_TIMEOUT_S if config.ssl is not None else None
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )  # type: ignore[call-arg]
+            return made
+
         self.servers = [
-            await loop.create_server(
-                lambda: config.http_protocol_class(
-                    config=config, server_state=self.server_state, app_state=self.lifespan.state
-                ),  # type: ignore[call-arg]
-                sock=listening,
-                ssl=config.ssl,
-                ssl_handshake_timeout=handshake_s,
-                backlog=config.backlog,
-            )
+            await loop.create_server(protocol, sock=listening, backlog=config.backlog)
+            if config.ssl is None
+            else TlsServer(listening, config.backlog, config.ssl, protocol)
             for listening in sockets or ()
         ]
         self.started = True

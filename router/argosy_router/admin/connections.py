@@ -1,4 +1,5 @@
-"""Limit on silent connections of the admin port, on which no whole request is being answered to a client that reads.
+"""Limits on connections of the admin port: those in their TLS handshake, and silent ones, on which no whole request is
+being answered to a client that reads.
 
 Owns: how long connections may be silent, and how many. Must not know: routes, but those of probes.
 Invariants: at most `MAX_SILENT` connections are silent, and none for longer than its deadline; probes are answered
@@ -12,11 +13,23 @@ the kubelet restart the router.
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+log = logging.getLogger(__name__)
+
 MAX_CONNECTIONS: Final = 256
+MAX_HANDSHAKES = 128
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Bounds the time from accepting a connection to the end of its TLS handshake, as on the main port."""
+ACCEPTS_PER_TURN: Final = 64
+PAUSE_S: Final = 0.5
+"""Until the next try when descriptors ran out."""
 MAX_SILENT: Final = 128
 HEAD_TIMEOUT_S = 10.0
 """From accepting the connection, from a request's first byte or from an answer until a whole request has come; for the
@@ -109,3 +122,78 @@ class AdminConnection(HttpToolsProtocol):
         if self._begun is not None:
             self._begun.disconnected = True  # else what it writes before it is told is an error
         self.transport.abort()
+
+
+class TlsServer:
+    """A listening socket, with what uvicorn uses of an asyncio server, which has no bound for handshakes: here at most
+    `MAX_HANDSHAKES` connections are in theirs, and the oldest gives way."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        backlog: int,
+        context: ssl.SSLContext,
+        protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self.sockets = [listening]
+        self._listening = listening
+        self._context = context
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._resume()
+
+    def close(self) -> None:
+        """Stop listening, and cancel the handshakes."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._listening.fileno() >= 0:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, _peer = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("connections to the admin port cannot be accepted: %s", error)
+                self._loop.remove_reader(self._listening)
+                self._pause = self._loop.call_later(PAUSE_S, self._resume)
+                return
+            accepted.setblocking(False)
+            handshake = asyncio.create_task(
+                self._shake_hands(accepted), name="TLS handshake of the admin port"
+            )
+            self._handshakes[handshake] = None
+            handshake.add_done_callback(lambda ended, accepted=accepted: self._ended(ended, accepted))
+            if len(self._handshakes) > MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(
+            self._protocol, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+        )
+
+    def _ended(self, handshake: asyncio.Task[None], accepted: socket.socket) -> None:
+        self._handshakes.pop(handshake, None)
+        if handshake.cancelled():
+            accepted.close()  # also of one that never began
+        elif (error := handshake.exception()) is not None:
+            accepted.close()
+            log.debug("a TLS handshake of the admin port failed: %s", error)

@@ -133,6 +133,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = None
         self._shut()
 
+    @property
+    def sink(self) -> ResponseSink | None:
+        """Receives the response of the request that it carries; None between requests."""
+        return self._sink
+
     def fail_request(self, error: UpstreamError, *, include_begun: bool) -> None:
         """Fail the current request if its response has not begun; with `include_begun` in any case."""
         if self._sink is not None and (include_begun or not self._has_begun):

@@ -90,20 +90,33 @@ class Reconnects:
     """What beginning streams costs a router in all.
 
     When a large fleet is discovered, its streams begin a few in each turn of the event loop, first come first served;
-    and the more replicas are unreachable, the less often each is tried.
+    and the more replicas are unreachable, the less often each is tried. Services with such replicas share the attempts
+    equally: those of one with many do not slow down the return of another's.
     """
 
     def __init__(self) -> None:
-        self.num_failing = 0
-        """Replicas whose last stream failed."""
+        self._failing: dict[str, int] = {}
+        """Service -> number of its replicas whose last stream failed, if there are any."""
         self._num_begun = 0
         """In this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    def cap_s(self, service: str) -> float:
+        """The longest pause before a replica of a service is tried again."""
+        return max(BACKOFF_CAP_S, self._failing.get(service, 0) * len(self._failing) / CONNECTS_PER_S)
+
+    def note(self, service: str, more: int) -> None:
+        """Note that so many more replicas of a service fail, or fewer."""
+        failing = self._failing.get(service, 0) + more
+        if failing:
+            self._failing[service] = failing
+        else:
+            self._failing.pop(service, None)
+
     @property
-    def cap_s(self) -> float:
-        """The longest pause before a replica is tried again."""
-        return max(BACKOFF_CAP_S, self.num_failing / CONNECTS_PER_S)
+    def num_failing(self) -> int:
+        """Replicas whose last stream failed."""
+        return sum(self._failing.values())
 
     async def turn(self) -> None:
         """Wait until a stream may begin."""
@@ -203,11 +216,13 @@ class TelemetryClient:
             if not has_other_key and replica.note_tried():
                 self._on_change()
             self._note_failing(failures > 0)
-            await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, self._reconnects.cap_s, self._rng))
+            cap_s = self._reconnects.cap_s(replica.service)
+            await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, cap_s, self._rng))
 
     def _note_failing(self, is_failing: bool) -> None:
-        self._reconnects.num_failing += is_failing - self._is_failing
-        self._is_failing = is_failing
+        if is_failing != self._is_failing:
+            self._reconnects.note(self._replica.service, 1 if is_failing else -1)
+            self._is_failing = is_failing
 
     def _has_other_key(self, error: Exception) -> bool:
         """Whether the replica has refused its key and gets another one now."""
