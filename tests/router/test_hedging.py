@@ -242,7 +242,7 @@ async def test_a_kept_connection_that_dies_is_replaced_during_a_race() -> None:
         await overdue(r)
         assert sent(r) == 4
         slow.go_on.set()
-        await r.until(lambda: sent(r) == 5)
+        await r.until(lambda: sent(r) >= 5)
         await r.until(lambda: outcomes(r) == {"promoted": 1})
         assert r.metric('retries_total{model="tiny",reason="stale"}') == 1
         other.go_on.set()

@@ -100,7 +100,7 @@ async def test_an_answer_that_has_begun_is_not_hedged() -> None:
 
     async with hedged(pause, pause) as r:
         task = asyncio.create_task(r.http.post("/v1/chat/completions", json=STREAM))
-        await r.until(lambda: sent(r) == 1)
+        await r.until(lambda: sent(r) >= 1)
         await overdue(r)
         go_on.set()
         assert fold((await task).content)["choices"][0]["finish"] == ["stop"]
@@ -148,7 +148,7 @@ async def test_queued_requests_take_precedence_over_hedges() -> None:
         assert served.candidates.free_sequences(now) > 0
         assert not r.router.flow_control.has_capacity(served, now)
         await r.pass_time(controller.TICK_S)
-        await r.until(lambda: sent(r) == 3)
+        await r.until(lambda: sent(r) >= 3)
         assert r.router.flow_control.has_capacity(served, now)
         slow.go_on.set()
         assert all(answer.status_code == 200 for answer in await asyncio.gather(*tasks))

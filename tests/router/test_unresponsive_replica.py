@@ -59,7 +59,7 @@ async def test_requests_it_has_not_begun_to_answer_move_on() -> None:
     async with mortals(*engines) as r:
         engines[0].is_stopped = True
         asked = [asyncio.create_task(r.chat(str(n), stream=n % 2 == 1)) for n in range(8)]
-        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) >= len(asked))
         await miss_heartbeats(r)
         answers = await asyncio.gather(*asked)
         assert {answer.status_code for answer in answers} == {200}
@@ -79,7 +79,7 @@ async def test_a_head_alone_does_not_keep_a_stream() -> None:
     engines = Mortal(script=begin), Mortal()
     async with mortals(*engines) as r:
         asked = [asyncio.create_task(r.chat(str(n), stream=True)) for n in range(4)]
-        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) >= len(asked))
         assert engines[0].requests
         engines[0].is_stopped = True
         await miss_heartbeats(r)
@@ -148,7 +148,7 @@ async def test_of_many_requests_a_few_move_on_in_each_turn_of_the_loop(
     async with mortals(*engines) as r:
         engines[0].is_stopped = True
         asked = [asyncio.create_task(r.chat(str(n))) for n in range(10)]
-        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == len(asked))
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) >= len(asked))
         pool = r.replica(0).pool
 
         def num_waiting() -> int:
