@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -41,6 +42,7 @@ class FakeApiServer:
     _watches: list[tuple[str, str, dict[str, str], asyncio.StreamWriter]] = field(default_factory=list)
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _held: dict[tuple[str, str], asyncio.Event] = field(default_factory=dict)
 
     async def __aenter__(self) -> FakeApiServer:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
@@ -85,6 +87,15 @@ class FakeApiServer:
         for _, _, _, writer in self._watches:
             _send_event(writer, "ERROR", {"kind": "Status", "code": 410, "metadata": {}})
 
+    @contextlib.contextmanager
+    def holding(self, collection: str, namespace: str) -> Iterator[None]:
+        """Leave lists and watches of a collection that are asked for now without an answer until the end."""
+        self._held[collection, namespace] = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._held.pop((collection, namespace)).set()
+
     def bookmark(self) -> None:
         """Tell all watches how far they have come, if they asked for it."""
         for _, _, query, writer in self._watches:
@@ -126,6 +137,8 @@ class FakeApiServer:
         url = urlsplit(target)
         query = dict(parse_qsl(url.query))
         _, _, _, _, namespace, collection = url.path.split("/")
+        if (held := self._held.get((collection, namespace))) is not None:
+            await held.wait()
         status = self.forbidden_status if (collection, namespace) in self.forbidden else self.status
         if status != 200:
             self.refused.append(collection)

@@ -581,6 +581,26 @@ async def test_replicas_stay_while_their_namespace_cannot_be_listed_for_one_serv
         assert all(snapshot.members["default/svc"] for snapshot in published[1:])
 
 
+async def test_a_namespace_that_is_listed_anew_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as its owner likes: each service with another label changes by what its pods are selected."""
+    monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 600.0)
+    other = msgspec.structs.replace(SERVICE, namespace="other", uid="v", model="m")
+    more = msgspec.structs.replace(other, name="more", uid="w", model="n", selector={"app": "more"})
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        api.put("pods", "other", "b", **pod_fields("10.0.0.2"))
+        publish_document(api, SERVICE, other)
+        await until(lambda: published.members == {"default/svc": ["a"], "other/svc": ["b"]})
+        with api.holding("pods", "other"):
+            publish_document(api, SERVICE, other, more)
+            api.put("pods", "default", "c", **pod_fields("10.0.0.3"))
+            await until(lambda: published.members.get("default/svc") == ["a", "c"])
+            assert published.members["other/svc"] == ["b"]
+        more_pod = pod_fields("10.0.0.4", labels={"app": "more"})
+        api.put("pods", "other", "d", **more_pod)
+        await until(lambda: published.members["other/more"] == ["d"])
+
+
 async def test_a_failure_that_nobody_expects_ends_no_watch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

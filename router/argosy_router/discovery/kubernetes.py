@@ -156,18 +156,19 @@ class KubernetesDiscovery:
         self._members.set_services(self._document.services, known)
         selectors = pod_selectors(self._document.services)
         wanted = set(selectors.items())
-        replaced: dict[str, Mapping[str, Pod]] = {}
+        replaced: dict[str, Reflector[Pod]] = {}
         """Namespace -> its pods, which stay until they have been listed by another selector: the API server may be
-        away."""
+        away, and one namespace holds up no other."""
         for gone in self._pods.keys() - wanted:
             self._tasks.pop(gone).cancel()
-            pods = self._pods.pop(gone).objects
+            before = self._pods.pop(gone)
             if gone[0] in selectors:
-                replaced[gone[0]] = pods
+                replaced[gone[0]] = before
                 continue
-            for key, pod in pods.items():
+            for key, pod in before.objects.items():
                 self._members.change(gone[0], key, pod, None)
         for namespace, selector in wanted - self._pods.keys():
+            predecessor = replaced.get(namespace)
             reflector = Reflector(
                 client,
                 f"/api/v1/namespaces/{namespace}/pods",
@@ -176,7 +177,8 @@ class KubernetesDiscovery:
                 label_selector=selector,
                 relist_s=self._relist_s,
                 on_object=partial(self._members.change, namespace),
-                known=replaced.get(namespace),
+                known=None if predecessor is None else predecessor.objects,
+                is_settled=predecessor is not None and predecessor.is_settled,
             )
             self._pods[namespace, selector] = reflector
             self._tasks[namespace, selector] = asyncio.create_task(reflector.run(), name=f"pods {namespace}")

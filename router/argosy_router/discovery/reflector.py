@@ -111,6 +111,7 @@ class Reflector(Generic[T]):
         rng: random.Random | None = None,
         on_object: Callable[[str, T | None, T | None], None] = lambda *_: None,
         known: Mapping[str, T] | None = None,
+        is_settled: bool = False,
     ) -> None:
         """
         Args:
@@ -118,6 +119,7 @@ class Reflector(Generic[T]):
             on_object: called before that with the key in `objects` of each object that differs, as it was and as it is;
                 None: it was not there, or is gone.
             known: what one before it had of the collection, perhaps by another selector; it stays until a list.
+            is_settled: whether that one was: what it knew goes on to be the best that is known.
         """
         self._client = client
         self._path = path
@@ -134,7 +136,7 @@ class Reflector(Generic[T]):
         self._version = ""
         """Up to which `objects` are known; empty if they must be listed."""
         self._list_by = 0.0
-        self.is_settled = False
+        self.is_settled = is_settled
         """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
         """Whether a list has succeeded."""
