@@ -9,13 +9,14 @@ and whose they are.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge, ResponseNotFound
+from argosy_protocol.json_limits import Steps, done
 from argosy_protocol.response_object import ID_PREFIX, ItemList, ResponseState
 from argosy_protocol.responses import ResponseContentPart, ResponseItem, ResponsesRequest
 from argosy_protocol.responses_chat import input_items
@@ -97,21 +98,6 @@ def referenced_responses(request: ResponsesRequest) -> list[str]:
     if len(needed) > MAX_REFERENCED:
         raise BadRequest(f"input refers to items of more than {MAX_REFERENCED} responses", param="input")
     return needed
-
-
-_T = TypeVar("_T")
-Steps = Generator[None, None, _T]
-"""Work that is done in steps, between which others may have their turn."""
-
-
-def done(steps: Steps[_T]) -> _T:
-    """Do all steps at once; return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
 
 
 def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredResponse]) -> list[ResponseItem]:

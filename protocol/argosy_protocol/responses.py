@@ -10,14 +10,13 @@ Owns: the types of requests, and which fields are refused. Must not know: chats,
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.json_limits import decoding_body
+from argosy_protocol.json_limits import Steps, decoding_body, done
 from argosy_protocol.null_defaults import Nullable, NullDefaults
 from argosy_protocol.openai import (
     MAX_MESSAGES,
@@ -332,16 +331,10 @@ def decode_responses_request(body: bytes) -> ResponsesRequest:
             contradict each other; `param` names the field.
         PayloadTooLarge: it has too many values.
     """
-    steps = decoding_responses_request(body)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            decoded: ResponsesRequest = end.value
-            return decoded
+    return done(decoding_responses_request(body))
 
 
-def decoding_responses_request(body: bytes) -> Generator[None, None, ResponsesRequest]:
+def decoding_responses_request(body: bytes) -> Steps[ResponsesRequest]:
     """`decode_responses_request` in steps, for a large body."""
     try:
         return (yield from decoding_body(_REQUEST, body))
@@ -372,7 +365,7 @@ _ITEM = msgspec.json.Decoder(ResponseItem)
 _PART = msgspec.json.Decoder(ResponseContentPart)
 
 
-def _with_readable_items(body: bytes) -> Generator[None, None, bytes | None]:
+def _with_readable_items(body: bytes) -> Steps[bytes | None]:
     """Return, in steps, a body with only the type of each item that is none of `READ_ITEMS`, and of each content part
     that is none of `TEXT_PARTS`, and has fields of other types than ours; None if that does not make it readable.
 

@@ -25,12 +25,12 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from argosy_protocol.json_limits import Steps
 from argosy_protocol.owner_slots import OwnerSlots
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
     STEP_BYTES,
-    Steps,
     StoredResponse,
     identifying,
     page_of_items,
