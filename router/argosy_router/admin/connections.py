@@ -21,15 +21,14 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from argosy_router.http.tls_listener import Acceptor
+
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 256
 MAX_HANDSHAKES = 128
 HANDSHAKE_TIMEOUT_S = 10.0
 """Bounds the time from accepting a connection to the end of its TLS handshake, as on the main port."""
-ACCEPTS_PER_TURN: Final = 64
-PAUSE_S: Final = 0.5
-"""Until the next try when descriptors ran out."""
 MAX_SILENT: Final = 128
 HEAD_TIMEOUT_S = 10.0
 """From accepting the connection, from a request's first byte or from an answer until a whole request has come; for the
@@ -136,57 +135,33 @@ class TlsServer:
         protocol: Callable[[], asyncio.Protocol],
     ) -> None:
         self.sockets = [listening]
-        self._listening = listening
         self._context = context
         self._protocol = protocol
-        self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._pause: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         listening.listen(backlog)
-        self._resume()
+        self._acceptor = Acceptor(self.sockets, self._on_accepted)
 
     def close(self) -> None:
         """Stop listening, and cancel the handshakes."""
-        if self._pause is not None:
-            self._pause.cancel()
-        if self._listening.fileno() >= 0:
-            self._loop.remove_reader(self._listening)
-            self._listening.close()
+        self._acceptor.close()
         for handshake in self._handshakes:
             handshake.cancel()
 
     async def wait_closed(self) -> None:
         await asyncio.gather(*self._handshakes, return_exceptions=True)
 
-    def _resume(self) -> None:
-        self._pause = None
-        self._loop.add_reader(self._listening, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            try:
-                accepted, _peer = self._listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                log.error("connections to the admin port cannot be accepted: %s", error)
-                self._loop.remove_reader(self._listening)
-                self._pause = self._loop.call_later(PAUSE_S, self._resume)
-                return
-            accepted.setblocking(False)
-            handshake = asyncio.create_task(
-                self._shake_hands(accepted), name="TLS handshake of the admin port"
-            )
-            self._handshakes[handshake] = None
-            handshake.add_done_callback(lambda ended, accepted=accepted: self._ended(ended, accepted))
-            if len(self._handshakes) > MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                oldest.cancel()
+    def _on_accepted(self, accepted: socket.socket) -> None:
+        handshake = asyncio.create_task(self._shake_hands(accepted), name="TLS handshake of the admin port")
+        self._handshakes[handshake] = None
+        handshake.add_done_callback(lambda ended: self._ended(ended, accepted))
+        if len(self._handshakes) > MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
 
     async def _shake_hands(self, accepted: socket.socket) -> None:
-        await self._loop.connect_accepted_socket(
+        await asyncio.get_running_loop().connect_accepted_socket(
             self._protocol, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
         )
 

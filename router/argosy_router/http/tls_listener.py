@@ -14,7 +14,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from argosy_protocol.program.listen import listen
 from argosy_router.http.server_connection import ServerConnection, ServerState
@@ -27,41 +27,28 @@ PAUSE_S = 0.5
 """Until the next try when descriptors ran out. The exact value matters little: other connections must end first."""
 
 
-class TlsListener:
-    """A server's listening sockets."""
+class Acceptor:
+    """Accepts the connections of listening sockets. While descriptors have run out it pauses."""
 
     def __init__(
-        self, state: ServerState, context: Callable[[], ssl.SSLContext], host: str, port: int, backlog: int
+        self, sockets: Iterable[socket.socket], on_accepted: Callable[[socket.socket], None]
     ) -> None:
-        """`context` returns the SSL context for a new connection.
-
-        Raises:
-            CannotListen: an address is in use or does not belong to this machine.
-        """
-        self._state = state
-        self._context = context
+        """`on_accepted` is given each connection's socket, which does not block."""
+        self._sockets = tuple(sockets)
+        self._on_accepted = on_accepted
         self._loop = asyncio.get_running_loop()
-        self._handshakes: set[asyncio.Task[None]] = set()
         self._pauses: dict[int, asyncio.TimerHandle] = {}
-        self.sockets = listen(host, port, backlog)
-        for listening in self.sockets:
+        for listening in self._sockets:
             self._resume(listening)
 
     def close(self) -> None:
-        """Stop listening; handshakes go on."""
+        """Stop listening."""
         for pause in self._pauses.values():
             pause.cancel()
-        for listening in self.sockets:
+        for listening in self._sockets:
             if listening.fileno() >= 0:
                 self._loop.remove_reader(listening)
                 listening.close()
-
-    async def cut(self) -> None:
-        """Cancel all handshakes."""
-        handshakes = list(self._handshakes)
-        for handshake in handshakes:
-            handshake.cancel()
-        await asyncio.gather(*handshakes, return_exceptions=True)
 
     def _resume(self, listening: socket.socket) -> None:
         self._pauses.pop(listening.fileno(), None)
@@ -79,10 +66,42 @@ class TlsListener:
                 self._pauses[listening.fileno()] = self._loop.call_later(PAUSE_S, self._resume, listening)
                 return
             accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = TlsHandshake(self._state, accepted, self._context()).task
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._on_accepted(accepted)
+
+
+class TlsListener:
+    """A server's listening sockets."""
+
+    def __init__(
+        self, state: ServerState, context: Callable[[], ssl.SSLContext], host: str, port: int, backlog: int
+    ) -> None:
+        """`context` returns the SSL context for a new connection.
+
+        Raises:
+            CannotListen: an address is in use or does not belong to this machine.
+        """
+        self._state = state
+        self._context = context
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self.sockets = listen(host, port, backlog)
+        self._acceptor = Acceptor(self.sockets, self._on_accepted)
+
+    def close(self) -> None:
+        """Stop listening; handshakes go on."""
+        self._acceptor.close()
+
+    async def cut(self) -> None:
+        """Cancel all handshakes."""
+        handshakes = list(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        await asyncio.gather(*handshakes, return_exceptions=True)
+
+    def _on_accepted(self, accepted: socket.socket) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = TlsHandshake(self._state, accepted, self._context()).task
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
 
 
 class TlsHandshake:
