@@ -51,9 +51,9 @@ _POD_ANNOTATIONS: Final = (NODE_TEMPLATE_ANNOTATION, DELETION_COST_ANNOTATION)
 def kept_fields(kind: Kind, obj: Object) -> Object:
     """The object, without what nobody reads."""
     kept = _pod(obj) if kind is PODS else _service(obj) if kind is INFERENCE_SERVICES else _child(kind, obj)
-    if kind is INFERENCE_SERVICES and (size := len(msgspec.json.encode(obj.get("spec")))) > MAX_SPEC:
-        kept["spec"] = {_OVERSIZE: size}
     if kind is INFERENCE_SERVICES:
+        if (size := len(msgspec.json.encode(obj.get("spec")))) > MAX_SPEC:
+            kept["spec"] = {_OVERSIZE: size}
         memory = _memory({**kept, "status": {}})  # which is the operator's own
         if memory <= MAX_MEMORY // 2:  # its Deployment has all that it says, and more
             return kept
@@ -66,11 +66,6 @@ def kept_fields(kind: Kind, obj: Object) -> Object:
             kept.pop("spec", None)
     kept["metadata"] = {name: kept["metadata"][name] for name in _IDENTITY if name in kept["metadata"]}
     return kept
-
-
-def _shared_texts(obj: Object) -> Object:
-    shared: Object = _shared(obj)
-    return shared
 
 
 def _shared(value: Any) -> Any:
@@ -146,7 +141,8 @@ def _pod(obj: Object) -> Object:
         }
         if gates := spec.get("schedulingGates"):
             kept["spec"]["schedulingGates"] = [{"name": each["name"]} for each in gates]
-    return _shared_texts(kept)
+    shared: Object = _shared(kept)
+    return shared
 
 
 def _metadata(obj: Object) -> Object:
