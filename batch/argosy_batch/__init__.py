@@ -17,7 +17,6 @@ and stops nothing.
     listing          pages of lists, as OpenAI's
     file_upload      a form's file on its way to the storage
     multipart        parser of forms
-    owner_turns      places that owners take in turn
 
     batch_runner     claims batches, and runs them to their end
     batch_lease      which process runs a batch

@@ -26,7 +26,6 @@ from argosy_batch.batches_api import BatchesApi
 from argosy_batch.files_api import FileContent, FilesApi
 from argosy_batch.metrics import BatchMetrics
 from argosy_batch.multipart import boundary_of
-from argosy_batch.owner_turns import OwnerTurns
 from argosy_batch.storage.object_store import owner_of
 from argosy_batch.stored_responses import StoredResponses, owner_of_responses
 from argosy_protocol.batch_program import (
@@ -51,7 +50,7 @@ from argosy_protocol.errors import (
     Unauthorized,
     Unavailable,
 )
-from argosy_protocol.owner_slots import OwnerSlots
+from argosy_protocol.owner_slots import OwnerSlots, OwnerTurns
 from argosy_protocol.response_history import StoredResponse, response_not_found
 
 log = logging.getLogger(__name__)

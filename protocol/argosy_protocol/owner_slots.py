@@ -1,12 +1,16 @@
-"""A number of slots that owners share, such as those for requests that wait for the storage.
+"""What owners share: a number of slots, such as those for requests that wait for the storage, and places that they take
+in turn.
 
-Invariant: an owner may take a slot while it has fewer than are free (Choudhury and Hahne, "Dynamic queue length
-thresholds"): one alone has half of them at most, and there is room for others.
+Invariant of the slots: an owner may take one while it has fewer than are free (Choudhury and Hahne, "Dynamic queue
+length thresholds"): one alone has half of them at most, and there is room for others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import AsyncIterator
 
 from argosy_protocol.errors import Unavailable
 
@@ -44,3 +48,39 @@ class OwnerSlots:
         self._taken[owner] -= 1
         if not self._taken[owner]:
             del self._taken[owner]
+
+
+class _Line:
+    """The requests of one owner."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_requests = 0
+
+
+class OwnerTurns:
+    """Places for work that takes much memory or time. An owner has one at a time, and those that wait get theirs in the
+    order in which they came: one with a thousand requests delays another one by a request."""
+
+    def __init__(self, size: int) -> None:
+        self._places = asyncio.Semaphore(size)
+        self._lines: dict[object, _Line] = {}
+        """Of owners that have a place or wait for one."""
+
+    @property
+    def num_owners(self) -> int:
+        """Owners that have a place or wait for one."""
+        return len(self._lines)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: object) -> AsyncIterator[None]:
+        """Wait for a place, and hold it inside the block."""
+        line = self._lines.setdefault(owner, _Line())
+        line.num_requests += 1
+        try:
+            async with line.lock, self._places:
+                yield
+        finally:
+            line.num_requests -= 1
+            if not line.num_requests:
+                del self._lines[owner]

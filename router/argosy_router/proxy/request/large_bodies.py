@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from argosy_protocol.errors import ApiError, InternalError, Unavailable
+from argosy_protocol.owner_slots import OwnerTurns
 from argosy_router.auth.accounts import Account
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.definitions import LARGE_BODIES
@@ -146,14 +147,6 @@ def takes_long(body: bytes) -> bool:
     return len(body) > LARGE_BODY_BYTES or body.count(b",") > _MANY_VALUES
 
 
-class _Line:
-    """The bodies of one account that wait or are being read."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.bodies = 0
-
-
 class _Reading:
     """A body that waits or is being read. The `ClientListener` of its client."""
 
@@ -182,9 +175,7 @@ class LargeBodies:
         self._start = start
         self.process: BodyProcess | None = None
         """The process that reads; None before the first large body, and after a process has ended."""
-        self._turn = asyncio.Lock()
-        self._lines: dict[object, _Line] = {}
-        """Of each account that has bodies waiting."""
+        self._turns = OwnerTurns(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._counts = LARGE_BODIES.counter()
@@ -258,19 +249,11 @@ class LargeBodies:
         has_state: bool,
     ) -> Call | None:
         """Read a body once it is its account's turn; None if it is not wanted any more then."""
-        line = self._lines.setdefault(account, _Line())
-        line.bodies += 1
-        try:
-            # At most one body of each account waits for the turn, which is given in order.
-            async with line.lock, self._turn:
-                if not reading.is_wanted:
-                    return None
-                reading.has_begun = True
-                return await self._read_now(endpoint, body, place, has_state)
-        finally:
-            line.bodies -= 1
-            if not line.bodies:
-                del self._lines[account]
+        async with self._turns.turn(account):
+            if not reading.is_wanted:
+                return None
+            reading.has_begun = True
+            return await self._read_now(endpoint, body, place, has_state)
 
     async def _read_now(
         self, endpoint: RoutedEndpoint, body: bytes, place: Callable[[Examined], CallDraft], has_state: bool
