@@ -96,7 +96,7 @@ down: ## stop the local fleet
 test: $(INSTALLED_DEV) ## try all of the product that needs no root, in TEST_PROCESSES processes at once; LANES= or TESTS= chooses
 	$(BIN)/python -P -m pytest $(TESTS) $(PARALLEL) --lanes '$(LANES)' --durations 10 $(PYTEST_ARGS)
 
-full: ## everything: exhaustive and random tests, end to end, attacks, faults, images; hours, and needs root; FULL_ARGS=--continue goes on with a run of this commit that was ended
+full: ## everything: exhaustive and random tests, end to end, attacks, faults, images; hours, and needs root; FULL_ARGS=--continue leaves out what passed up to 30 commits ago
 	PYTHONPATH=.ci $(PYTHON) -m gate prepare --full
 	PYTHONPATH=.ci $(PYTHON) -m gate full $(FULL_ARGS)
 

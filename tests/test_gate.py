@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gate.__main__ as gate_main
 from gate import bases, environments, outcomes, repeated, steps, weight, wheels
 from gate.__main__ import main
 from gate.bases import Selection
-from gate.lanes import FULL, UNITS, BadTable, Lanes
+from gate.lanes import UNITS, BadTable, Lanes
 from gate.outcomes import Outcomes, why_not_again
 
 ROOT = Path(__file__).parents[1]
@@ -355,54 +360,55 @@ def test_a_run_without_a_report_is_red(gate: Callable[..., tuple[bool, str]], re
     assert not passed
 
 
-def test_a_full_run_that_was_ended_goes_on_where_it_was(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+def test_a_full_run_goes_on_and_a_step_is_due_again_after_thirty_commits(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not with another tree, and nothing is whole before every step has passed. What is recorded does as well."""
-    record = tmp_path_factory.mktemp("record") / "full.json"
-    monkeypatch.setattr(steps, "FULL_RECORD", record)
     root = repository.folder
     (root / ".gitignore").write_text("build/\nran-*\n")
-    (root / "Makefile").write_text(
-        "one two:\n\t@touch ran-$@-$$(ls | wc -l)\nthree:\n\t@touch ran-$@; exit 3\n"
-    )
+    (root / "Makefile").write_text("one two three:\n\t@echo >>ran-$@; test ! -e fails-$@\n")
+    record = root / ".ci" / "gate" / "passed.json"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    (root / ".git" / "info" / "exclude").write_text("fails-*\n")
     repository.git("add", "-A")
     repository.git("commit", "-qm", "a tree")
-    monkeypatch.setattr(bases, "read_passed", dict)
-    plan = [steps.Step(name, name) for name in ("one", "two", "three")]
-    monkeypatch.setattr(steps, "full_steps", lambda: plan)
+    names = ("one", "two", "three")
+    monkeypatch.setattr(steps, "full_steps", lambda: [steps.Step(name, name) for name in names])
+    monkeypatch.setattr(bases, "PASSED", record)
+    monkeypatch.setattr(bases, "read_passed", functools.partial(bases.read_passed, record))
+    monkeypatch.setattr(gate_main, "ROOT", root)
+    monkeypatch.chdir(root)
 
-    def run(number: int, *, goes_on: bool) -> bool:
-        gate = steps.Gate(root, TABLE, Selection({UNITS: ""}, {}), is_full=True)
-        if goes_on:
-            gate.go_on()
-        passed = gate.run(plan[:number])
-        if goes_on:
-            assert "seen by a run of" in gate.summary()
-        return passed
+    def full(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["gate", "full", *arguments])
+        return gate_main.main()
 
-    def lanes() -> list[str]:
-        found: list[str] = json.loads((root / "build" / "gate" / "summary.json").read_text())["lanes"]
-        return found
+    def runs() -> list[int]:
+        files = [root / f"ran-{name}" for name in names]
+        return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
 
-    with pytest.raises(steps.NothingBefore, match="no run"):
-        run(3, goes_on=True)
-    assert run(2, goes_on=False)
-    assert FULL not in lanes()
-    (root / "build" / "gate" / "summary.json").rename(record)  # another machine, a new checkout
-    assert not run(3, goes_on=True)
-    assert len(list(root.glob("ran-one*"))) == len(list(root.glob("ran-two*"))) == 1, "they passed before"
-    plan[2] = steps.Step("three", "one")
-    assert run(3, goes_on=True)
-    assert FULL in lanes()
-    repository.commit(".ci/gate/passed.json")
-    assert run(3, goes_on=True)
-    repository.commit("docs/b.md")
-    with pytest.raises(steps.NothingBefore, match="no run of this tree"):
-        run(3, goes_on=True)
-    (root / "docs" / "c.md").write_text("")
-    with pytest.raises(steps.NothingBefore, match="not that of a commit"):
-        run(3, goes_on=True)
+    (root / "fails-two").touch()
+    assert full("--continue", "--steps", "one,two") == 1
+    assert runs() == [1, 1, 0]
+    (root / "fails-two").unlink()
+    assert full("--continue") == 0
+    assert runs() == [1, 2, 1], "what passed is left out"
+    assert "one: passed at" in capsys.readouterr().out
+    assert full("--continue") == 0
+    assert runs() == [1, 2, 1]
+    assert not {UNITS, "e2e"} & set(bases.read_passed()), "parts of `full` are no pass of a lane"
+    for number in range(steps.FULL_LASTS - 1):
+        repository.commit(f"docs/{number}.md")
+    monkeypatch.setattr(sys, "argv", ["gate", "lanes"])
+    assert set(steps.seen_lately(bases.read_passed(), root)) == {*names}
+    repository.commit("docs/last.md")
+    assert not steps.seen_lately(bases.read_passed(), root)
+    (root / "docs" / "own.md").write_text("not committed")
+    assert full("--steps", "one") == 0
+    assert full("--continue", "--steps", "one") == 0
+    assert runs() == [3, 2, 1], "a tree that is no commit's is not recorded"
+    assert "nothing is recorded" in capsys.readouterr().err
+    assert full("--steps", "four") == 2
+    assert "no step four; there are one, two, three" in capsys.readouterr().err
 
 
 # Environments
@@ -418,6 +424,36 @@ def test_an_environment_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
     assert environments.is_whole(tmp_path)
     (tmp_path / "lib" / "module.py").unlink()
     assert not environments.is_whole(tmp_path)
+
+
+def test_one_of_two_runs_makes_an_environment_that_both_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGOSY_CI_CACHE", str(tmp_path / "cache"))
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("")
+    made: list[str] = []
+    another = threading.Event()
+    run = subprocess.run
+
+    def fake(command: list[str], **options: Any) -> Any:
+        if command[1] == "-c":
+            return run(command, **options)
+        if command[2] == "venv":
+            made.append(command[3])
+            if len(made) == 2:
+                another.set()
+            another.wait(0.2)  # for one that does not wait for us
+            Path(command[3]).mkdir(exist_ok=True)
+        return None
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    with ThreadPoolExecutor(2) as pool:
+        wanted = [
+            pool.submit(environments.cached_environment, sys.executable, ["a"], constraints) for _ in range(2)
+        ]
+        assert len({each.result() for each in wanted}) == 1
+    assert len(made) == 1
 
 
 def test_a_linked_environment_names_its_own_place(tmp_path: Path) -> None:

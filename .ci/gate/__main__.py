@@ -3,8 +3,8 @@
 prepare [--full]       install what the steps need, from the cache where it has it
 run [--lanes WORDS]    the steps that the change selects, or those lanes; `all` for every lane
 full [--continue] [--steps NAMES]
-                       everything; or what a run of this tree, which was ended, has not seen pass; or some steps of it
-lanes                  which lanes a run would choose, and why
+                       everything; or what no run has seen pass for 30 commits; or some steps of it
+lanes                  which lanes a run would choose, and why; which steps of `full` are due
 record [SUMMARY]       note in passed.json which lanes that run saw pass (build/gate/summary.json)
 slow REPORT            fail if a test of `units` took longer than a test of every change may; record how long each file
                        took
@@ -27,6 +27,7 @@ from gate.outcomes import Outcomes
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = Path(__file__).with_name("seconds.json")
 """Seconds of each file of tests that takes one or more; tests/conftest.py begins with the longest."""
+SUMMARY = "build/gate/summary.json"
 SLOW_S = 3.0
 """A test that every change runs takes less, recorded on two cores without other load."""
 SLOW_WITH_PROCESS_S = 1.0
@@ -44,15 +45,15 @@ def main() -> int:
     commands.add_parser("run").add_argument("--lanes", default="")
     everything = commands.add_parser("full")
     everything.add_argument("--continue", action="store_true", dest="goes_on")
-    everything.add_argument("--steps", default="", help="only these, comma-separated, of those not yet seen")
+    everything.add_argument("--steps", default="", help="only these, comma-separated")
     for name in ("lanes", "weight"):
         commands.add_parser(name)
-    commands.add_parser("record").add_argument("summary", nargs="?", default="build/gate/summary.json")
+    commands.add_parser("record").add_argument("summary", nargs="?", default=SUMMARY)
     commands.add_parser("slow").add_argument("report")
     arguments = parser.parse_args()
     try:
         return COMMANDS[arguments.command](arguments)
-    except (BadTable, NoReport, steps.NothingBefore, subprocess.CalledProcessError) as error:
+    except (BadTable, NoReport, subprocess.CalledProcessError) as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2
 
@@ -79,6 +80,10 @@ def _selection(words: str = "") -> tuple[Lanes, bases.Selection]:
 
 def lanes(arguments: argparse.Namespace) -> int:
     _print_selection(_selection()[1])
+    seen = steps.seen_lately(bases.read_passed(), ROOT)
+    print("full:")
+    for step in steps.full_steps():
+        print(f"  {step.name:<18} {seen.get(step.name, 'due')}")
     return 0
 
 
@@ -119,17 +124,20 @@ def run(arguments: argparse.Namespace) -> int:
 def full(arguments: argparse.Namespace) -> int:
     table = Lanes.read()
     every = bases.Selection(dict.fromkeys([*table.purposes, steps.SAMPLES], "full"), {})
-    gate = steps.Gate(ROOT, table, every, is_full=True)
-    if arguments.goes_on:
-        gate.go_on()
     plan = steps.full_steps()
-    if wanted := {*arguments.steps.replace(",", " ").split()}:
-        if unknown := wanted - {step.name for step in plan}:
-            raise BadTable(
-                f"no step {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in plan)}"
-            )
-        plan = [step for step in plan if step.name in wanted or gate.has_seen(step)]
-    return 0 if gate.run(plan) else 1
+    names = [step.name for step in plan]
+    wanted = [*arguments.steps.replace(",", " ").split()] or names
+    if unknown := {*wanted} - {*names}:
+        raise BadTable(f"no step {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if arguments.goes_on:
+        if Path(SUMMARY).is_file():
+            _record(Path(SUMMARY))
+        seen = steps.seen_lately(bases.read_passed(), ROOT)
+        for name, where in seen.items():
+            print(f"{name}: {where}")
+        wanted = [name for name in wanted if name not in seen]
+    gate = steps.Gate(ROOT, table, every)
+    return 0 if gate.run([step for step in plan if step.name in wanted]) else 1
 
 
 def _report(name: str) -> Path:
@@ -140,25 +148,27 @@ def _report(name: str) -> Path:
 
 
 def record(arguments: argparse.Namespace) -> int:
-    summary = json.loads(_report(arguments.summary).read_text(encoding="utf-8"))
+    return 0 if _record(_report(arguments.summary)) else 1
+
+
+def _record(path: Path) -> bool:
+    summary = json.loads(path.read_text(encoding="utf-8"))
     commit = summary["commit"]
     if not summary["clean"]:
         print(
-            f"gate: the tree of {arguments.summary} was not that of a commit; nothing is recorded",
+            f"gate: the tree of {path} was not that of a commit; nothing is recorded",
             file=sys.stderr,
         )
-        return 1
+        return False
     if not bases.is_ancestor(commit, ROOT):
         print(f"gate: {commit[:8]} is no ancestor of HEAD; nothing is recorded", file=sys.stderr)
-        return 1
+        return False
     passed = bases.read_passed()
     for lane in summary["lanes"]:
         passed[lane] = {"commit": commit, "date": summary["date"]}
     bases.PASSED.write_text(json.dumps(dict(sorted(passed.items())), indent=1) + "\n", encoding="utf-8")
-    if summary["full"]:
-        steps.FULL_RECORD.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print(f"recorded at {commit[:8]}: {' '.join(summary['lanes'])}")
-    return 0
+    return True
 
 
 def longest(taken: dict[str, float]) -> list[tuple[str, float]]:

@@ -10,6 +10,7 @@ never writes into them, so a checkout that installs something else does not chan
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -103,20 +104,29 @@ def _census(folder: Path) -> list[int]:
 
 
 def cached_environment(python: str, wanted: list[str], constraints: Path) -> Path:
-    """Return the cached environment with these requirements; make it if it is not there or not whole."""
+    """Return the cached environment with these requirements; make it if it is not there or not whole.
+
+    Of several processes that want it at once, one makes it.
+    """
     folder = cache_folder() / f"environment-{key(python, wanted, constraints.read_text(encoding='utf-8'))}"
-    if is_whole(folder):
-        print(f"{folder.name}: there", flush=True)
-        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_whole(folder):
+            print(f"{folder.name}: there", flush=True)
+        else:
+            _make_environment(folder, python, wanted, constraints)
+    return folder
+
+
+def _make_environment(folder: Path, python: str, wanted: list[str], constraints: Path) -> None:
     print(f"{folder.name}: installing {len(wanted)} requirements", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     try_again("pip", lambda: subprocess.run([*pip, "pip>=25.1"], check=True))
     try_again("pip", lambda: subprocess.run([*pip, "--constraint", str(constraints), *wanted], check=True))
     finish(folder)
-    return folder
 
 
 def finish(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """python -m gate.repeated [--times N] [--busy SHARE] [--tests FILES] [-- COMMAND ...]: run tests again and again.
 
-Without files and command: the files of tests that changed since the last full run. A command that runs pytest with
-$(PYTEST_ARGS), as `make test` does, is counted test by test. Beside it one process for each processor keeps that
-processor busy for a share of the time. Prints how often each test failed; exits 1 if any did.
+Without files and command: the files of tests that changed since that last ran in `make full`. A command that runs
+pytest with $(PYTEST_ARGS), as `make test` does, is counted test by test. Beside it one process for each processor keeps
+that processor busy for a share of the time. Prints how often each test failed; exits 1 if any did.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from gate import bases
 from gate.outcomes import Outcomes
+from gate.steps import recorded_name
 
 ROOT = Path(__file__).resolve().parents[2]
 BURST_S = 0.05
@@ -50,8 +51,8 @@ def busy_processors(share: float) -> Iterator[None]:
 
 
 def changed_tests() -> list[str]:
-    """Return the files of tests that changed since the last full run (or since the last commit, if there was none)."""
-    base = bases.read_passed().get("full", {}).get("commit")
+    """Return the files of tests that changed since this last ran in `make full` (or since the last commit)."""
+    base = bases.read_passed().get(recorded_name("repeated"), {}).get("commit")
     if base is None or not bases.is_ancestor(base, ROOT):
         base = "HEAD~1"
     paths = bases.changed_since(base, ROOT)

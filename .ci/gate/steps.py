@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,10 +28,10 @@ SAMPLES = "samples"
 SAMPLES_AFTER = 30
 LANES_OF_TESTS = ("units", "gpu", "executors", "processes", "fetcher")
 """Lanes whose tests are in tests/: one step runs all of them."""
-FULL_RECORD = Path(__file__).with_name("full.json")
-"""Summary of the last full run that was recorded, whole or not: another machine can go on with it."""
-RECORDS = (".ci/gate/passed.json", ".ci/gate/full.json", ".ci/gate/flaky.jsonl")
-"""What a run is recorded in: a full run goes on with a commit that changed only these, and docs/log."""
+FULL_LASTS = 30
+"""Commits after which a step of `full` that passed is due again."""
+RECORDS = (".ci/gate/passed.json", ".ci/gate/flaky.jsonl")
+"""What a run is recorded in: a tree that differs from its commit only by these is that of the commit."""
 COMPILED = (
     "attempts", "batches", "canary", "compiled_modules", "connections", "cross_origin", "discovery", "ext_proc",
     "framing", "hedging", "key_enforcement", "message_migration", "metrics", "migration", "native_modules", "policy",
@@ -122,57 +123,34 @@ def full_steps() -> list[Step]:
     ]
 
 
-class NothingBefore(Exception):
-    """There is no run that this one could go on with."""
+def recorded_name(step: str) -> str:
+    """Return what a step of `full` is called in passed.json."""
+    return f"{FULL}:{step}"
+
+
+def seen_lately(passed: dict[str, dict[str, Any]], root: Path) -> dict[str, str]:
+    """Return the steps of `full` that are not due, each with where it passed."""
+    seen = {}
+    for step in full_steps():
+        base = passed.get(recorded_name(step.name), {})
+        if not base or not bases.is_ancestor(base["commit"], root):
+            continue
+        if (count := bases.commits_since(base["commit"], root)) < FULL_LASTS:
+            seen[step.name] = f"passed at {base['commit'][:8]} on {base['date']}, {count} commits ago"
+    return seen
 
 
 class Gate:
     """One run of the gate in a checkout."""
 
-    def __init__(
-        self, root: Path, lanes: Lanes, selection: bases.Selection, *, is_full: bool = False
-    ) -> None:
+    def __init__(self, root: Path, lanes: Lanes, selection: bases.Selection) -> None:
         self.root = root
         self.lanes = lanes
         self.selection = selection
-        self.is_full = is_full
         self.folder = root / "build" / "gate"
         self.passed = bases.read_passed()
         self.results: list[Result] = []
-        self._before: dict[str, Result] = {}
-        """Steps that a run before this one saw pass."""
-
-    def go_on(self) -> None:
-        """Take over what a run of this tree saw pass before it was ended, here or as recorded in full.json.
-
-        Raises:
-            NothingBefore: there is none, or the tree is another one.
-        """
-        if not self._is_clean():
-            raise NothingBefore("the tree is not that of a commit")
-        summary = self._read_before(self.folder / "summary.json") or self._read_before(FULL_RECORD)
-        if summary is None:
-            raise NothingBefore("no run of this tree has been ended here or recorded")
-        before = [Result(**each) for each in summary["steps"]]
-        self._before = {each.name: each for each in before if each.result in ("passed", "FLAKY")}
-        for each in self._before.values():
-            if not any(note.startswith("seen by a run") for note in each.notes):
-                each.notes.append(f"seen by a run of {summary['commit'][:8]} on {summary['date']}")
-
-    def _read_before(self, path: Path) -> dict[str, Any] | None:
-        """Return the summary of a full run whose commit differs from HEAD by records at most."""
-        try:
-            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        if not (summary["clean"] and summary["full"] and bases.is_ancestor(summary["commit"], self.root)):
-            return None
-        changed = bases.changed_since(summary["commit"], self.root)
-        return summary if all(name in RECORDS or name.startswith("docs/log/") for name in changed) else None
-
-    def has_seen(self, step: Step) -> bool:
-        """Whether the run that this one goes on with saw a step pass."""
-        return step.name in self._before
+        self._begun: dict[str, Step] = {}
 
     def run(self, steps: Sequence[Step]) -> bool:
         """Run the steps, print and write the summary, and return whether all passed."""
@@ -183,7 +161,8 @@ class Gate:
                 reason = self.selection.left_out.get(step.lane, "not selected")
                 self.results.append(Result(step.name, step.lane, 0.0, "left out", notes=[reason]))
                 continue
-            self.results.append(self._before.get(step.name) or self._run(step))
+            self._begun[step.name] = step
+            self.results.append(self._run(step))
             self._write()
         print(self.summary(), flush=True)
         return all(each.result != "FAILED" for each in self.results)
@@ -303,23 +282,24 @@ class Gate:
         return "\n".join(lines)
 
     def _is_clean(self) -> bool:
-        return not bases.git("status", "--porcelain", root=self.root).strip()
+        but = [f":(exclude){name}" for name in RECORDS]
+        return not bases.git("status", "--porcelain", "--", ".", *but, root=self.root).strip()
 
     def _write(self) -> None:
-        passed = {each.lane for each in self.results} - {
-            each.lane for each in self.results if each.result not in ("passed", "FLAKY")
-        }
-        is_whole = len(self.results) == len(full_steps())
-        if self.is_full and is_whole and all(each.result in ("passed", "FLAKY") for each in self.results):
-            passed.add(FULL)
+        good = {each.name for each in self.results if each.result in ("passed", "FLAKY")}
+        needed: dict[str, set[str]] = defaultdict(set)
+        for step in gate_steps(self.selection.lanes):
+            needed[step.lane].add(step.name)
+        passed = {lane for lane, names in needed.items() if names <= good}
         if UNITS in passed:
             passed |= {lane for lane in LANES_OF_TESTS if lane in self.selection.lanes}
+        everything = full_steps()
+        passed |= {recorded_name(name) for name in good if self._begun[name] in everything}
         (self.folder / "summary.json").write_text(
             json.dumps(
                 {
                     "commit": bases.git("rev-parse", "HEAD", root=self.root).strip(),
                     "clean": self._is_clean(),
-                    "full": self.is_full,
                     "date": time.strftime("%Y-%m-%d"),
                     "cpu": _cpu(),
                     "python": platform.python_version(),
