@@ -402,10 +402,10 @@ def first_wrong(
     corpus: dict[str, bytes], is_right: Callable[[str, Wire], bool]
 ) -> dict[str, tuple[tuple[bytes, ...], dict[str, Any]]]:
     """The first cut of each response of a corpus that is not received rightly, and what it was received as."""
-    wrong, wheel = {}, TimerWheel(asyncio.get_running_loop())
+    wrong, loop = {}, asyncio.get_running_loop()
     for name, data in corpus.items():
         for pieces in cuts(data):
-            wire = Wire(wheel).receive(*pieces)
+            wire = Wire(TimerWheel(loop)).receive(*pieces)  # of one wheel, many would fail in turns
             if not is_right(name, wire):
                 wrong[name] = (pieces, vars(wire))
                 break

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_protocol.telemetry import Load
+from argosy_router.fleet.health.core_stall import SUSPECT_STEP_AGE_S
 from argosy_router.fleet.links import telemetry_client
-from argosy_router.http import pool as pool_module
+from argosy_router.http import deadlines
 from argosy_router.http.upstream_errors import FirstByteTimeout
 
-from .fake_engine import Connection, FakeEngine, Received, event
+from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally, event
 from .harness import DEADLINE_S, Rig, StoppedClock, raw, rig
 from .raw_requests import request_bytes
 
@@ -23,13 +24,24 @@ class Mortal(FakeEngine):
 
     is_stopped = False
 
+    def __init__(self, script: Script = answer_normally) -> None:
+        super().__init__(script=script)
+        self.held: list[Connection] = []
+        """Connections with requests that it does not answer."""
+
     async def handle(self, connection: Connection, request: Received) -> None:
         if self.is_stopped:
             if request.path.startswith("/v1/"):
                 self.requests.append(request)
+                self.held.append(connection)
             await connection.gone()
             return
         await super().handle(connection, request)
+
+    def break_connections(self) -> None:
+        """What happens to requests when its process is killed."""
+        for connection in self.held:
+            connection.die()
 
 
 @contextlib.asynccontextmanager
@@ -140,22 +152,30 @@ async def test_streams_it_has_begun_end_once_it_is_certainly_gone() -> None:
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), DEADLINE_S)
 
 
+@pytest.mark.parametrize("end", ["silent", "broken", "stalled"])
 async def test_of_many_requests_a_few_move_on_in_each_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(pool_module, "FAILED_PER_TURN", 2)
+    """Each is sent again, and thousands in one turn would hold the loop."""
+    few, number = 2, 40
+    monkeypatch.setattr(deadlines, "STEPS_PER_TURN", few)
     engines = Mortal(), Mortal()
     async with mortals(*engines) as r:
         engines[0].is_stopped = True
-        asked = [asyncio.create_task(r.chat(str(n))) for n in range(10)]
-        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) >= len(asked))
-        pool = r.replica(0).pool
-
-        def num_waiting() -> int:
-            return sum(connection.sink is not None for connection in pool.connections)
-
-        before = num_waiting()
-        assert before == 5
-        pool.fail_requests(FirstByteTimeout("it fell silent"), include_begun=False)
-        assert num_waiting() == before - 2
-        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * len(asked)
+        asked = [asyncio.create_task(r.chat(str(n))) for n in range(number)]
+        await r.until(lambda: len(engines[0].requests) + sum(each.done() for each in asked) == number)
+        waiting = r.replica(0).inflight_attempts
+        assert len(waiting) == number // 2
+        if end == "broken":
+            engines[0].break_connections()
+        elif end == "silent":
+            r.replica(0).pool.fail_requests(FirstByteTimeout("it fell silent"), include_begun=False)
+        else:
+            await r.pass_time(SUSPECT_STEP_AGE_S + 1.0)
+            engines[0].announce(Load(core_step_age_s=SUSPECT_STEP_AGE_S + 1.0))
+        before, most = number // 2, 0
+        while before:
+            most, before = max(most, before - len(waiting)), len(waiting)
+            await asyncio.sleep(0)
+        assert most <= 2 * few, "those of the turn in which they failed, and of the one after it"
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * number

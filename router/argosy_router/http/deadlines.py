@@ -1,7 +1,8 @@
-"""Deadlines for thousands of connections: a timer wheel, where moving a deadline costs an attribute write.
+"""Deadlines for thousands of connections: a timer wheel, where moving a deadline costs an attribute write; and turns,
+in which what befalls thousands of requests at once is done a few at a time.
 
-Owns: when a deadline fires. Must not know: what it means.
-Invariant: a deadline fires once, never early, and at most one tick late.
+Owns: when a deadline fires, and when a step is done. Must not know: what they mean.
+Invariants: a deadline fires once, never early, and at most one tick late; steps are done in order.
 
 A connection moves its deadline with every read, and hardly ever reaches it. `loop.call_later` would allocate and cancel
 a timer each time; here, moving a deadline later only writes `_when`, and the wheel looks at it again when it reaches
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ TICK_S = 0.1
 """Precision of deadlines: a tenth of the shortest default (connect, 1 s)."""
 HORIZON_S = 60.0
 """The wheel looks at each deadline at least this often: one that has ended leaves it, however far away it was."""
+STEPS_PER_TURN = 64
+"""Steps in one turn of the event loop: a request of a replica that failed is sent again, which takes some 50 us."""
 
 
 class Deadline:
@@ -79,6 +83,37 @@ def _nothing() -> None:
     """Callback of an ended deadline."""
 
 
+class Turns:
+    """Spreads steps over turns of the event loop, first come first served. One that comes alone is done at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._num_done = 0
+        """In this turn of the loop."""
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Do a step, in a later turn if `STEPS_PER_TURN` were done in this one."""
+        if self._waiting or self._num_done >= STEPS_PER_TURN:
+            self._waiting.append(step)
+            return
+        if not self._num_done:
+            self._loop.call_soon(self._next)
+        self._num_done += 1
+        step()
+
+    def _next(self) -> None:
+        self._num_done = 0
+        while self._waiting and self._num_done < STEPS_PER_TURN:
+            self._num_done += 1
+            try:
+                self._waiting.popleft()()
+            except Exception:  # one owner's bug must not cost the others their steps
+                log.exception("a step failed")
+        if self._num_done:
+            self._loop.call_soon(self._next)
+
+
 class TimerWheel:
     """Buckets of deadlines, one per tick. Ticks run only while some deadline is in a bucket."""
 
@@ -90,6 +125,7 @@ class TimerWheel:
     ) -> None:
         """`clock` returns the time that deadlines go by, in seconds; by default `loop.time`. Ticks are the loop's."""
         self.time: Callable[[], float] = loop.time if clock is None else clock
+        self.turns = Turns(loop)
         self._loop = loop
         self._tick_s = tick_s
         self._buckets: dict[int, list[Deadline]] = {}

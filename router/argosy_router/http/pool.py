@@ -10,19 +10,16 @@ LIFO keeps the working set small: after a burst, surplus connections stay unused
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.tls import UpstreamTls
-from argosy_router.http.upstream_connection import ResponseSink, UpstreamConnection
+from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed, UpstreamError
-
-FAILED_PER_TURN = 64
-"""Requests of a silent replica that fail in one turn of the event loop; to send one again takes some 50 us."""
 
 
 class Waiter(Protocol):
@@ -51,6 +48,7 @@ class ConnectionPool:
         self.authority_bytes = self.authority.encode("latin-1")
         self._limits = limits
         self._wheel = wheel
+        self._turns = wheel.turns
         self._idle: list[UpstreamConnection] = []
         self.connections: set[UpstreamConnection] = set()
         """Idle or carrying a request; connections from `connect` are not included."""
@@ -72,7 +70,7 @@ class ConnectionPool:
         """Fail a cancelled task's waiter. The task cannot do so itself: cancelled before it began, it never runs."""
         self._tasks.discard(task)
         if task.cancelled():
-            waiter.on_connect_failed(ConnectFailed("replica was removed"))
+            self._turns.run(partial(waiter.on_connect_failed, ConnectFailed("replica was removed")))
 
     async def connect(
         self, on_idle: Callable[[UpstreamConnection], None] | None = None
@@ -123,24 +121,10 @@ class ConnectionPool:
     def fail_requests(self, error: UpstreamError, *, include_begun: bool) -> None:
         """Fail the requests without a response; with `include_begun` also those whose response has begun. Each of them
         is sent again at once, so of many a few fail in each turn of the event loop."""
-        self._fail_some(
-            deque((connection, connection.sink) for connection in self.connections), error, include_begun
-        )
-
-    def _fail_some(
-        self,
-        left: deque[tuple[UpstreamConnection, ResponseSink | None]],
-        error: UpstreamError,
-        include_begun: bool,
-    ) -> None:
-        failed = 0
-        while left and failed < FAILED_PER_TURN:
-            connection, sink = left.popleft()
-            if sink is not None and connection.sink is sink:  # not another request since
-                connection.fail_request(error, include_begun=include_begun)
-                failed += 1
-        if left:
-            asyncio.get_running_loop().call_soon(self._fail_some, left, error, include_begun)
+        for connection in list(self.connections):
+            if (sink := connection.sink) is not None:
+                failing = partial(connection.fail_request, sink, error, include_begun=include_begun)
+                self._turns.run(failing)
 
     def close(self) -> None:
         """Close idle and connecting connections; connections in use finish their request and close then."""
@@ -163,7 +147,7 @@ class ConnectionPool:
         try:
             connection = await self._open(self.release)
         except ConnectFailed as error:
-            waiter.on_connect_failed(error)
+            self._turns.run(partial(waiter.on_connect_failed, error))
         else:
             if not connection.is_closed:
                 self.connections.add(connection)

@@ -2,14 +2,16 @@
 
 Owns: one connection to a replica and its deadlines.
 Must not know: why the request is sent, retries, metrics.
-Invariant: every `send` ends in exactly one `on_end` or `on_failed`, unless the caller aborts first; a connection is
-offered for reuse only if the response's framing said where it ends and nothing followed.
+Invariant: every `send` ends in exactly one `on_end` or `on_failed`, unless the caller aborts first; of requests that
+fail at once, a few are told in each turn of the event loop, as they are sent again then; a connection is offered for
+reuse only if the response's framing said where it ends and nothing followed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, cast
 
 import httptools
@@ -57,6 +59,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_idle = on_idle
         self._on_closed = on_closed
         self._deadline = Deadline(wheel, self._on_deadline)
+        self._turns = wheel.turns
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self._sink: ResponseSink | None = None
@@ -135,13 +138,16 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def sink(self) -> ResponseSink | None:
-        """Receives the response of the request that it carries; None between requests."""
+        """Receives the response of the request that it carries, or its failure; None between requests."""
         return self._sink
 
-    def fail_request(self, error: UpstreamError, *, include_begun: bool) -> None:
-        """Fail the current request if its response has not begun; with `include_begun` in any case."""
-        if self._sink is not None and (include_begun or not self._has_begun):
-            self._fail(error)
+    def fail_request(self, sink: ResponseSink, error: UpstreamError, *, include_begun: bool) -> None:
+        """Fail the request of `sink` if the connection still carries it and its response has not begun; with
+        `include_begun` in any case."""
+        if self._sink is sink and (include_begun or not self._has_begun):
+            self._shut()
+            self._sink = None
+            sink.on_failed(error)
 
     def expire_after(self, seconds: float) -> None:
         """Close the idle connection after `seconds` unless it is used before."""
@@ -153,14 +159,14 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._sink is not None and self._ends_with_connection and exc is None:
+        if self._sink is not None and self._ends_with_connection and exc is None and not self.is_closed:
             self._complete()
         stale = self.is_reused and not self._wire_bytes
         self._fail(ConnectionLost(str(exc or "closed by the replica"), stale=stale))
 
     def data_received(self, data: bytes) -> None:
-        if self._sink is None:
-            self._shut()  # a response without a request
+        if self._sink is None or self.is_closed:
+            self._shut()  # a response without a request, or what follows a failure
             return
         self._wire_bytes += len(data)
         try:
@@ -273,10 +279,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(FirstByteTimeout("no response in time"))
 
     def _fail(self, error: UpstreamError) -> None:
-        sink, self._sink = self._sink, None
+        """Close, and tell the sink when its turn has come, unless it aborts before."""
+        is_told = self.is_closed
         self._shut()
-        if sink is not None:
-            sink.on_failed(error)
+        if self._sink is not None and not is_told:
+            self._turns.run(partial(self.fail_request, self._sink, error, include_begun=True))
 
     def _shut(self) -> None:
         if not self.is_closed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from argosy_router.fleet.replica_errors import CoreStalled
 from argosy_router.fleet.service import Choice
@@ -113,6 +114,8 @@ class Attempt:
         self._sent_keys: list[str] = []
         """Keys that the request was sent with, the last one last."""
         self._is_paused = False
+        self._is_stalled = False
+        """Whether a stall of the replica's core waits to be reported."""
         self._connection: UpstreamConnection | None = None
         self._overdue: Deadline | None = None
         self._prefill_end: Deadline | None = None
@@ -196,8 +199,15 @@ class Attempt:
     # the replica
 
     def core_stalled(self, age_s: float, bound_s: float) -> None:
-        if self._now() - self.started > bound_s:  # else it was sent after the core's last step
+        # Else it was sent after the core's last step, or has not had its turn since an earlier report.
+        if self._now() - self.started > bound_s and not self._is_stalled:
+            self._is_stalled = True
             error = CoreStalled(f"its core has been silent for {age_s:.1f} s")
+            self._wheel.turns.run(partial(self._report_stall, error))
+
+    def _report_stall(self, error: CoreStalled) -> None:
+        self._is_stalled = False
+        if not self.is_over:
             self._listener.on_attempt_stalled(self, error)
 
     # the connection
