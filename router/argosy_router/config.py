@@ -75,7 +75,8 @@ class ServerLimits:
         Meta(
             ge=1,
             le=MAX_BYTES,
-            description="memory limit for request bodies that are being received or whose response is incomplete",
+            description="memory limit for request bodies that are being received or whose response is incomplete, and "
+            "for responses that clients have not read",
         ),
         Flag(group=_QUEUE, is_size=True),
     ] = 512 * 1024 * 1024
@@ -116,9 +117,12 @@ class ServerLimits:
     """How long a connection over the limit may take to send a request head, which is then refused."""
     keep_alive_s: Annotated[float, _NO_FLAG] = 75.0
     write_stall_s: Annotated[float, _NO_FLAG] = 60.0
-    """How long a client may leave the write buffer full before its connection is aborted."""
-    write_buffer_bytes: Annotated[int, _NO_FLAG] = 256 * 1024
-    """Size of a client's write buffer above which the router pauses reading from the replica."""
+    """How long a client may leave the write buffer full before its connection is aborted, unless it reads as fast as
+    `min_body_rate`."""
+    write_buffer_bytes: Annotated[int, _NO_FLAG] = 4 * 1024
+    """Bytes that a client may leave unread, beside what the kernel takes, before all of them count in the memory of
+    bodies and the router pauses reading from the replica. As much as a connection takes anyway: of zero, each event
+    would be written by itself rather than with all of its turn of the event loop."""
     stream_moderation_us: Annotated[
         int,
         Meta(

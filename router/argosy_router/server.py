@@ -205,6 +205,7 @@ class Router:
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
             define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),
+            define.UNREAD_RESPONSES_CUT.value(lambda: self.server.unread_cut),
             define.STREAM_PAUSES.value(lambda: self.server.read_coalescer.pauses),
             define.INFLIGHT_BODY_BYTES.value(lambda: self.server.body_memory.held),
             define.LIMITING_ROUTERS.reading(self._routers),

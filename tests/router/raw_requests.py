@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -73,3 +74,12 @@ async def keep(streams: Streams) -> None:
     """Has the connection answered once, and idle from then on."""
     streams[1].write(HEALTH)
     assert (await answer(streams[0]))[0] == 200
+
+
+def stop_reading(r: Rig, writer: asyncio.StreamWriter) -> None:
+    """Leave what a client does not read to the router: the kernel takes little of it."""
+    for connection in r.router.server.connections:
+        end = connection.transport.get_extra_info("socket")
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import DEADLINE_S, Rig, chat, read_all, rig
-from .raw_requests import request_bytes
+from .raw_requests import request_bytes, stop_reading
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,29 @@ async def test_a_refusal_and_a_cut_arrive_over_tls(authority: Callable[[str], Au
         writer.transport.abort()
         async with asyncio.timeout(DEADLINE_S):
             await gone.wait()
+
+
+async def test_what_a_client_does_not_read_counts_though_tls_has_taken_it(
+    authority: Callable[[str], Authority],
+) -> None:
+    """TLS encrypts all that it is given at once, and tells of nothing that its own connection holds."""
+    ca, size = authority("ca"), 1_000_000
+    certificate, key = ca.issue("router")
+
+    async def answer(connection: Connection, _: Received) -> None:
+        connection.answer(200, b'{"x":"%b"}' % (b"x" * size))
+
+    async with rig([FakeEngine(script=answer)], ssl_certfile=certificate, ssl_keyfile=key) as r:
+        _, writer = await asyncio.open_connection(*r.router.address, ssl=trusting(ca))
+        try:
+            await r.until(lambda: len(r.router.server.connections) == 1)
+            stop_reading(r, writer)
+            writer.write(request_bytes())
+            await r.until(lambda: r.router.server.body_memory.held > size // 2)
+            assert [connection.is_behind for connection in r.router.server.connections] == [True]
+        finally:
+            writer.transport.abort()
+        await r.until(lambda: r.router.server.body_memory.held == 0)
 
 
 async def test_a_renewed_certificate_is_used_and_cuts_nothing(authority: Callable[[str], Authority]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from typing import cast
 
 import pytest
@@ -13,9 +12,9 @@ from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.server_connection import REQUESTS_PER_TURN, ServerConnection, ServerState
 
-from .fake_engine import FakeEngine
-from .harness import DEADLINE_S, raw, rig
-from .raw_requests import answer, request_bytes
+from .fake_engine import DONE, Connection, FakeEngine, Received, event
+from .harness import DEADLINE_S, TICK_S, StoppedClock, raw, rig
+from .raw_requests import answer, request_bytes, stop_reading
 from .server_in_memory import Clock, Recorder, Wire
 
 KEY_LINE = b"\r\nauthorization: Bearer k\r\n"
@@ -23,6 +22,8 @@ PUBLIC = b"GET /version HTTP/1.1\r\nhost: a\r\nx-request-id: " + b"i" * 128 + b"
 """On a route that needs no key."""
 LAST = PUBLIC.replace(b"host: a", b"host: a\r\nconnection: close")
 MAX_CONNECTIONS = 4
+LONG = 128 * 1024
+"""Bytes of an answer that its client does not read."""
 
 
 @pytest.mark.parametrize("last", [b"", LAST], ids=["left open", "closing"])
@@ -37,12 +38,8 @@ async def test_unread_answers_of_unauthenticated_clients_block_no_client(count: 
     ):
         streams = [await stack.enter_async_context(raw(r.router)) for _ in range(MAX_CONNECTIONS)]
         await r.until(lambda: len(r.router.server.connections) == MAX_CONNECTIONS)
-        for connection in r.router.server.connections:
-            end = connection.transport.get_extra_info("socket")
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         for _, writer in streams:
-            writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            stop_reading(r, writer)
             writer.write(PUBLIC * count + last)
         await r.until(lambda: all(connection.is_behind for connection in r.router.server.connections))
         async with raw(r.router) as (reader, writer):
@@ -98,3 +95,81 @@ async def test_requests_wait_until_the_answers_before_them_are_read() -> None:
         connection.resume_writing()
     assert wire.is_read
     assert not wire.is_closed
+
+
+def asking(key: str, **fields: object) -> bytes:
+    head = b"\r\nconnection: close\r\nauthorization: Bearer " + key.encode() + b"\r\n"
+    return request_bytes(**fields).replace(b"\r\n", head, 1)
+
+
+async def answer_at_length(connection: Connection, received: Received) -> None:
+    if received.json.get("stream"):
+        connection.begin_stream()
+        connection.chunk(event("x" * LONG) + DONE)
+        connection.end_stream()
+    else:
+        connection.answer(200, b'{"x":"%b"}' % (b"x" * (LONG - 100)))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_answers_that_one_key_does_not_read_leave_memory_to_another(stream: bool) -> None:
+    """They counted nowhere, and each connection held a megabyte for a minute."""
+    limits = ServerLimits(max_inflight_bytes=8 * LONG, max_body_bytes=LONG)
+    async with (
+        rig([FakeEngine(script=answer_at_length)], server=limits, api_keys=("hostile", "other")) as r,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        server = r.router.server
+
+        async def leave_unread(key: str) -> None:
+            connected = len(server.connections)
+            _, writer = await stack.enter_async_context(raw(r.router))
+            await r.until(lambda: len(server.connections) > connected)
+            stop_reading(r, writer)
+            held, cut = server.body_memory.held, server.unread_cut
+            writer.write(asking(key, stream=stream))
+            await r.until(lambda: server.body_memory.held > held + LONG // 2 or server.unread_cut > cut)
+            await r.until(lambda: r.router.requests.inflight == 0)
+            await r.until(lambda: len(server.connections) + server.unread_cut > connected)
+
+        number = 0
+        while not server.unread_cut:
+            await leave_unread("hostile")
+            number += 1
+        assert number < 24
+        assert 4 * LONG < server.body_memory.held <= 6 * LONG
+        held = server.body_memory.held
+        await leave_unread("other")
+        assert server.body_memory.held > held + LONG // 2
+        assert (len(server.connections), r.metric("unread_responses_cut_total")) == (number, 1)
+    assert server.body_memory.held == 0
+
+
+class SlowWire(Wire):
+    """A client that has read all but this."""
+
+    unread = 1_000_000
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize("request_", [PUBLIC, LAST], ids=["left open", "closing"])
+async def test_a_client_that_reads_slowly_is_not_one_that_does_not_read(request_: bytes) -> None:
+    limits, clock, wire = ServerLimits(), StoppedClock(), SlowWire()
+    wheel = TimerWheel(asyncio.get_running_loop(), TICK_S, clock)
+    connection = ServerConnection(ServerState(Recorder(), limits, wheel))
+    connection.connection_made(wire)
+    connection.data_received(request_)
+    connection.pause_writing()
+    for _ in range(10):
+        wire.unread -= int(limits.min_body_rate * limits.write_stall_s)
+        await clock.advance(wheel, limits.write_stall_s)
+        assert not wire.is_aborted
+    await clock.advance(wheel, limits.write_stall_s)
+    assert wire.is_aborted
+    wheel.close()

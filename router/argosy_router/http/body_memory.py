@@ -1,7 +1,7 @@
 """A bound on the memory of request bodies, over all connections of a server, and on an account's part of it.
 
 Stored conversations that requests continue count like bodies, and so do the bodies of requests that outlive their
-connections.
+connections, and what clients have not read of their responses.
 
 An account may hold three times as much as is free (Choudhury and Hahne, "Dynamic queue length thresholds"): alone at
 most three quarters of the limit, so that others always find room, and less the more others hold. A single body is not

@@ -4,7 +4,8 @@ Owns: one accepted connection from its first byte to its close.
 Must not know: routes, keys, replicas. It hands requests to an `Application`, and tells the `ClientListener` that
 answers one when the client disconnects or reads too slowly.
 Invariants: requests are answered one at a time and in order; a disconnect is noticed at once, whatever the client has
-pipelined; while a client does not read its responses, the server starts no further one and stops reading from it.
+pipelined; while a client does not read its responses, the server starts no further one and stops reading from it, and
+what they take counts in the server's `BodyMemory`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import cast
 
 from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.config import ServerLimits
-from argosy_router.http.body_memory import BodyMemory
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.connection_limit import AddressGroups, ConnectionLimit
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.messages import Request, status_line
@@ -27,6 +28,9 @@ from argosy_router.http.server_interface import Application, ClientListener
 REQUESTS_PER_TURN = 16
 """Requests answered on one connection per turn of the event loop (some 50 us each). Further pipelined requests wait
 until other connections have had their turn."""
+TLS_PIECE_BYTES = 16 * 1024
+"""Bytes that are handed to TLS at once, the size of its records. It encrypts all that it is given at once, and tells
+only of what is given to it after its own connection was full."""
 
 
 class ServerState:
@@ -40,6 +44,8 @@ class ServerState:
         self.connection_limit = ConnectionLimit(limits.max_connections, limits.max_silent_per_address)
         self.addresses = AddressGroups([ip_network(network) for network in limits.trusted_proxies])
         self.read_coalescer = ReadCoalescer(limits.stream_moderation_us * 1e-6)
+        self.unread_cut = 0
+        """Connections aborted so far because there was no memory for responses that their clients do not read."""
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
         """Whether responses carry `connection: close`, so that clients send their next request elsewhere."""
@@ -86,6 +92,11 @@ class ServerConnection(asyncio.Protocol):
         self._body_mark = 0
         self._is_serving = False
         self._is_write_paused = False
+        self._is_tls = False
+        self._unread: BodyReservation | None = None
+        """Memory of what the client has not read, while that is more than the write buffer should hold."""
+        self._unread_mark = 0
+        """Bytes that the client had not read when `_stall` was set."""
         self._is_read_paused = False
         """Whether reading pauses: between two requests, until the client has read the earlier responses or other
         connections have had their turn; within one, until its body's sink has room."""
@@ -118,6 +129,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
         self.transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._state.connections.add(self)
         self._awaited = Phase.IDLE
         self._deadline.set(self._limits.header_timeout_s)
@@ -133,6 +145,7 @@ class ServerConnection(asyncio.Protocol):
         self._stall.end()
         self._lose_client()
         self.reader.close()
+        self._release_unread()
         self._state.connection_limit.release(self, is_admitted=self.is_admitted)
         self._state.remove(self)
 
@@ -159,13 +172,14 @@ class ServerConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
-        self._stall.set(self._limits.write_stall_s)
+        self._begin_stall()
         if self.listener is not None:
             self.listener.on_client_paused()
 
     def resume_writing(self) -> None:
         self._is_write_paused = False
         self._stall.clear()
+        self._release_unread()
         if self.listener is not None:
             self.listener.on_client_resumed()
         self._resume_reading()
@@ -347,7 +361,9 @@ class ServerConnection(asyncio.Protocol):
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _on_deadline(self) -> None:
-        if self._is_closing:
+        if self._is_closing and self._is_write_paused:
+            self._deadline.set(self._limits.write_stall_s)  # meanwhile `_stall` holds
+        elif self._is_closing:
             self.transport.abort()
         elif self.reader.phase is Phase.IDLE:
             self._close()
@@ -356,8 +372,17 @@ class ServerConnection(asyncio.Protocol):
         else:
             self._reject(RequestTimeout("the request was sent too slowly"))
 
+    def _begin_stall(self) -> None:
+        self._unread_mark = self.transport.get_write_buffer_size()
+        self._stall.set(self._limits.write_stall_s)
+
     def _on_stall(self) -> None:
-        self.transport.abort()
+        """Abort unless the client reads as fast as it would have to send a body."""
+        read = self._unread_mark - self.transport.get_write_buffer_size()
+        if read >= self._limits.min_body_rate * self._limits.write_stall_s:
+            self._begin_stall()
+        else:
+            self.transport.abort()
 
     def _is_body_on_time(self) -> bool:
         delivered = self.reader.body_bytes - self._body_mark
@@ -424,6 +449,38 @@ class ServerConnection(asyncio.Protocol):
         if self._is_write_paused:
             listener.on_client_paused()
 
+    def _write(self, data: bytes) -> None:
+        """Write bytes of a response. Those that the client does not read count in the memory of bodies; if there is no
+        room for them, the connection is aborted."""
+        if self._is_tls and len(data) > TLS_PIECE_BYTES:
+            for begin in range(0, len(data), TLS_PIECE_BYTES):
+                self.transport.write(data[begin : begin + TLS_PIECE_BYTES])
+        else:
+            self.transport.write(data)
+        if self._is_write_paused:
+            self._count_unread()
+
+    def _count_unread(self) -> None:
+        unread = self._unread
+        if unread is None:
+            request = self.request
+            account = None if request is None else request.account
+            self._unread = unread = BodyReservation(self._state.body_memory, account, 0)
+        more = self.transport.get_write_buffer_size() - unread.size
+        if more <= 0 or self._is_closing:
+            return
+        try:
+            unread.grow(more)
+        except Unavailable:
+            self._state.unread_cut += 1
+            self._is_closing = True
+            self.transport.abort()  # what answers is told by `connection_lost`: it may be writing now
+
+    def _release_unread(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            unread.release()
+
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """Write a whole response. `headers` are rendered lines without length, connection and the empty line."""
         request = self.request
@@ -432,9 +489,9 @@ class ServerConnection(asyncio.Protocol):
         close = b"" if self._keeps_alive() else b"connection: close\r\n"
         if request.method == b"HEAD":
             head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), headers, len(body), close)
-            self.transport.write(head)
+            self._write(head)
         else:
-            self.transport.write(
+            self._write(
                 b"%b%bcontent-length: %d\r\n%b\r\n%b" % (status_line(status), headers, len(body), close, body)
             )
         self._done()
@@ -447,16 +504,16 @@ class ServerConnection(asyncio.Protocol):
         self._is_chunked = not request.is_http10
         if self._is_chunked:
             close = b"" if self._keeps_alive() else b"connection: close\r\n"
-            self.transport.write(
+            self._write(
                 b"%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n"
                 % (status_line(status), headers, close, len(first), first)
             )
         else:
-            self.transport.write(b"%b%bconnection: close\r\n\r\n%b" % (status_line(status), headers, first))
+            self._write(b"%b%bconnection: close\r\n\r\n%b" % (status_line(status), headers, first))
 
     def send(self, data: bytes) -> None:
         """Write more bytes of a started response; `data` must not be empty."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         coalescer = self._coalescer
         if self._interval != coalescer.interval:
             self._interval = coalescer.interval
@@ -465,7 +522,7 @@ class ServerConnection(asyncio.Protocol):
     def finish(self) -> None:
         """End a started response."""
         if self._is_chunked:
-            self.transport.write(b"0\r\n\r\n")
+            self._write(b"0\r\n\r\n")
         self._done()
 
     def abort(self) -> None:

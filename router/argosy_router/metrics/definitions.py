@@ -235,12 +235,20 @@ CLIENT_CONNECTIONS = Definition("gauge", "client_connections", (), "Open client 
 REFUSED_CONNECTIONS = Definition(
     "counter", "refused_connections", (), "Client connections refused beyond --max-connections."
 )
+UNREAD_RESPONSES_CUT = Definition(
+    "counter",
+    "unread_responses_cut",
+    (),
+    "Client connections cut because the client did not read its responses and its key's share of --max-inflight-bytes "
+    "was taken.",
+)
 STREAM_PAUSES = Definition("counter", "stream_pauses", (), "Event-loop pauses made to coalesce stream reads.")
 INFLIGHT_BODY_BYTES = Definition(
     "gauge",
     "inflight_body_bytes",
     (),
-    "Memory of request bodies that are being received or whose response is incomplete.",
+    "Memory of request bodies that are being received or whose response is incomplete, and of responses that clients "
+    "have not read.",
 )
 LARGE_BODIES = Definition(
     "counter",
