@@ -53,16 +53,18 @@ class OwnerSlots:
 class _Line:
     """The requests of one owner."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
+    def __init__(self, size: int) -> None:
+        self.places = asyncio.Semaphore(size)
         self.num_requests = 0
 
 
 class OwnerTurns:
-    """Places for work that takes much memory or time. An owner has one at a time, and those that wait get theirs in the
-    order in which they came: one with a thousand requests delays another one by a request."""
+    """Places for work that takes much memory or time. An owner has one or a few at a time, and those that wait get
+    theirs in the order in which they came: one with a thousand requests delays another one by those few."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, of_owner: int = 1) -> None:
+        """`of_owner`: places that an owner may have at a time."""
+        self._of_owner = of_owner
         self._places = asyncio.Semaphore(size)
         self._lines: dict[object, _Line] = {}
         """Of owners that have a place or wait for one."""
@@ -75,10 +77,10 @@ class OwnerTurns:
     @contextlib.asynccontextmanager
     async def turn(self, owner: object) -> AsyncIterator[None]:
         """Wait for a place, and hold it inside the block."""
-        line = self._lines.setdefault(owner, _Line())
+        line = self._lines.setdefault(owner, _Line(self._of_owner))
         line.num_requests += 1
         try:
-            async with line.lock, self._places:
+            async with line.places, self._places:
                 yield
         finally:
             line.num_requests -= 1

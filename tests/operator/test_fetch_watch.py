@@ -35,9 +35,9 @@ from argosy_operator.kinds import Name
 from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress
 
 
-def pod(name: str, container_id: str = "c1") -> FetchingPod:
+def pod(name: str, container_id: str = "c1", namespace: str = "team") -> FetchingPod:
     return FetchingPod(
-        uid=f"uid-{name}", name=name, service=("team", "tiny"), address=name, container_id=container_id
+        uid=f"uid-{name}", name=name, service=(namespace, "tiny"), address=name, container_id=container_id
     )
 
 
@@ -310,10 +310,25 @@ async def test_pods_that_never_answer_occupy_a_bounded_number_of_polls() -> None
         raise AssertionError
 
     watch = FetchWatch(ask, Changes())
-    watch.set_pods(pod(f"p{number}") for number in range(100))
+    watch.set_pods(pod(f"p{number}", namespace=f"team-{number % 10}") for number in range(100))
     await asyncio.sleep(60)
     watch.close()
     assert most == MAX_POLLS_AT_ONCE
+
+
+@virtual_time
+async def test_pods_of_one_namespace_that_never_answer_do_not_keep_others_from_being_asked() -> None:
+    """They occupied all polls for two seconds each, first come first served."""
+    number, seconds = 400, 300.0
+    silent = [pod(f"p{each}", namespace="hostile") for each in range(number)]
+    fetchers = Fetchers(a=so_far(10), **{each.name: None for each in silent})
+    watch = FetchWatch(fetchers, Changes())
+    watch.set_pods([*silent, pod("a")])
+    await asyncio.sleep(seconds)
+    watch.close()
+    longest_pause = 1.2 * (number + 1) / MAX_POLLS_PER_SECOND
+    times = [at for at, name in fetchers.asked if name == "a"]
+    assert len(times) >= seconds / longest_pause - 2
 
 
 @pytest.mark.parametrize(

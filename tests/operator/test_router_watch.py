@@ -136,6 +136,26 @@ def with_epoch(revision: int, epoch: str, **services: tuple[str, ...]) -> Routab
 
 
 @virtual_time
+async def test_a_router_that_only_the_operator_cannot_reach_may_send_requests() -> None:
+    """A service was told to get no requests, though such a router served it."""
+    routers = Scripted(a=report(1, "p1"), b=report(1, "p1", state="ejected"))
+    watch = RouterWatch(routers, lambda _: None)
+    watch.set_pods(router_pods("a", "b"))
+    await asyncio.sleep(2)
+    routers.say("a", None)
+    await asyncio.sleep(UNREACHABLE + UNSENT + GRACE)
+    assert (watch.view.alive, watch.view.unsent) == (1, frozenset())
+    watch.set_pods(router_pods("b"))
+    await asyncio.sleep(UNSENT + 1)
+    assert watch.view.unsent == {"team/tiny"}, "its pod has gone"
+    routers.say("c", None)
+    watch.set_pods(router_pods("b", "c"))
+    await asyncio.sleep(UNSENT + 1)
+    assert watch.view.unsent == frozenset(), "nobody knows what it does"
+    watch.close()
+
+
+@virtual_time
 async def test_changes_are_put_into_the_report_before_and_all_is_asked_for_now_and_then() -> None:
     routers = Changing(a=with_epoch(1, "e", one=("p1",), two=("p2",), gone=("p9",)))
     changes: list[frozenset[str] | None] = []

@@ -24,6 +24,7 @@ from argosy_operator.cluster.store import service_of
 from argosy_operator.kinds import Name
 from argosy_operator.observed.model_fetch import fetch_container
 from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, percent, summary
+from argosy_protocol.owner_slots import OwnerTurns
 from argosy_resource.engine_address import PROGRESS_PORT
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ MAX_POLLS_PER_SECOND: Final = 50
 """Polls of all pods together. With more than 100 pods each of them is polled less often."""
 MAX_POLLS_AT_ONCE: Final = 20
 """Polls of all pods that run at the same time. Bounds what pods that all answer as slowly as they may can occupy."""
+MAX_POLLS_OF_NAMESPACE: Final = 5
+"""Of these, for the pods of one namespace: those of one tenant that never answer delay others' by that many polls."""
 DEADLINE: Final = 2.0
 """Seconds for one poll."""
 MAX_ANSWER_BYTES: Final = 2 * MAX_REPORT_BYTES
@@ -105,7 +108,7 @@ class FetchWatch:
         self._services: dict[Name, _ServiceFetches] = {}
         self._emptied_at: dict[Name, float] = {}
         """When the last pod of a service left, of those that have none, the oldest first."""
-        self._running = asyncio.Semaphore(MAX_POLLS_AT_ONCE)
+        self._running = OwnerTurns(MAX_POLLS_AT_ONCE, MAX_POLLS_OF_NAMESPACE)
 
     @property
     def unpolled(self) -> Set[str]:
@@ -176,7 +179,7 @@ class FetchWatch:
     async def _refresh(self, pod: FetchingPod) -> bool:
         """Poll a pod once. Whether its report changed in a way that is shown."""
         try:
-            async with self._running, asyncio.timeout(DEADLINE):
+            async with self._running.turn(pod.service[0]), asyncio.timeout(DEADLINE):
                 report = await self._ask(pod.address)
         except UNUSABLE as error:
             logger.debug("pod %s does not report its fetch: %s", pod.name, error or type(error).__name__)

@@ -178,7 +178,7 @@ class RouterWatch:
             self._alone_since = now
         if self._alone_since is not None and now < self._alone_since + GRACE:
             ends.append(self._alone_since + GRACE)
-        unsent, waits = self._unsent(alive, now)
+        unsent, waits = self._unsent(now)
         ends += waits
         if ends:
             next_end = min((end for end in ends if end > now), default=now)
@@ -199,15 +199,22 @@ class RouterWatch:
         self._view = view
         self._on_change(None if turned else affected)
 
-    def _unsent(self, alive: Iterable[_Peer], now: float) -> tuple[frozenset[str], list[float]]:
-        """The services that get no requests, and when others will have got none for UNSENT seconds."""
+    def _unsent(self, now: float) -> tuple[frozenset[str], list[float]]:
+        """The services that get no requests, and when others will have got none for UNSENT seconds.
+
+        A router that has fallen silent to the operator may serve all the same while its pod runs: where it sent
+        requests to last, it still does. While one runs that has never answered, nothing is known of any service.
+        """
         known: set[str] = set()
         sent: set[str] = set()
-        for peer in alive:
+        for uid, peer in self._peers.items():
             for replica in peer.report.replicas if peer.report is not None else ():
-                known.add(replica.service)
+                if uid not in self._silent:
+                    known.add(replica.service)
                 if replica.routable:
                     sent.add(replica.service)
+        if any(peer.report is None for peer in self._peers.values()):
+            known = set()
         self._unsent_since = {each: self._unsent_since.get(each, now) for each in known - sent}
         ends = {each: since + UNSENT for each, since in self._unsent_since.items()}
         return (
