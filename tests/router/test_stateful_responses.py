@@ -29,14 +29,15 @@ from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ID_PREFIX
 from argosy_router.config import ServerLimits
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.http.server_interface import Client
+from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.http.sse import MAX_EVENT_BYTES
 from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.storing_client import StoringClient
 from response_stream import final_response, parsed_events
 
 from .fake_engine import Connection, FakeEngine, Received
-from .harness import Rig, raw, read_all, rig
+from .harness import Rig, raw, read_all, rig, until
 from .local_responses import local_responses
 from .response_bodies import PATH, body, stream, whole
 
@@ -436,6 +437,70 @@ async def test_what_is_kept_to_be_stored_is_within_the_memory_of_bodies(tmp_path
         short = await created(r.http, input="short")
         assert (await r.http.get(f"{PATH}/{short['id']}")).json() == short
         await r.until(lambda: Held(r).size == 0)
+
+
+class Recorded:
+    """A client that notes what is written to it."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.is_finished = False
+
+    def attach(self, listener: ClientListener) -> None:
+        pass
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self.written, self.is_finished = body, True
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self.written += first
+
+    def send(self, data: bytes) -> None:
+        self.written += data
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def abort(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("form", ["a stream", "the end of a stream", "whole"])
+async def test_ends_that_wait_for_the_storage_are_within_the_memory_of_bodies(form: str) -> None:
+    """Each could take 64 MiB, for two seconds. One for which there is no memory is sent at once, and not stored."""
+    memory, size, number = BodyMemory(16 << 20), 1 << 20, 20
+    may_store, stored, unstored = asyncio.Event(), [], []
+
+    async def store(response: bytes) -> None:
+        await may_store.wait()
+        stored.append(response)
+
+    response = json.dumps(whole(id="resp_1", instructions="x" * size)).encode()
+    end = b'event: response.completed\ndata: {"response":%b}\n\n' % response
+    first = b"event: a\ndata: {}\n\n" if form == "a stream" else b""
+    clients = [Recorded() for _ in range(number)]
+    for client in clients:
+        reserved = BodyReservation(memory, "hostile", 0)
+        storing = StoringClient(client, "resp_1", store, reserved, lambda: unstored.append(None))
+        if form == "whole":
+            storing.respond(200, b"content-type: application/json", response)
+            continue
+        storing.start(200, b"content-type: text/event-stream", first or end)
+        if first:
+            storing.send(end)
+        storing.send(b"data: [DONE]\n\n")
+        storing.finish()
+    await asyncio.sleep(0)
+    assert 8 * size < memory.held <= 12 << 20
+    waiting = memory.held // (size if form == "whole" else 2 * size)
+    await until(lambda: sum(client.is_finished for client in clients) == number - waiting)
+    memory.reserve(size, "other", 0)
+    memory.release(size, "other")
+    may_store.set()
+    await until(lambda: all(client.is_finished for client in clients))
+    assert (memory.held, len(stored), len(unstored)) == (0, waiting, number - waiting)
+    expected = response if form == "whole" else first + end + b"data: [DONE]\n\n"
+    assert all(client.written == expected for client in clients)
 
 
 async def test_what_is_not_stored_is_not_found(tmp_path: Path) -> None:

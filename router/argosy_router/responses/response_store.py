@@ -89,7 +89,7 @@ class ResponseStore:
         document = msgspec.json.encode(record)
         size = len(document)
         if self._writes and self._writing_bytes + size > MAX_WRITING_BYTES:
-            self._outcomes.add(("refused",))
+            self.count_unstored()
             log.warning("a response was not stored: too many are being stored already")
             return
         self._writing_bytes += size
@@ -99,6 +99,10 @@ class ResponseStore:
         done, _ = await asyncio.wait([task], timeout=self._patience_s)
         if not done:
             self._outcomes.add(("late",))
+
+    def count_unstored(self) -> None:
+        """Count a response that is not stored for want of memory."""
+        self._outcomes.add(("refused",))
 
     async def _keep(self, account: str, response_id: str, document: bytes) -> None:
         try:

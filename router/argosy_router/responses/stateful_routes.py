@@ -233,7 +233,11 @@ class StatefulRoutes:
                 await self._stored.keep(owner, response_id, record)
 
             client = StoringClient(
-                client, response_id, store, BodyReservation(self._memory, request.account, request.body_bytes)
+                client,
+                response_id,
+                store,
+                BodyReservation(self._memory, request.account, request.body_bytes),
+                self._stored.count_unstored,
             )
         self._send(client, request, account, request_id, response_id.encode())
 

@@ -1,8 +1,9 @@
 """The client of a response that is stored: it sees the end of the answer once that is stored.
 
 Owns: which part of an answer is the response. Must not know: where it is stored.
-Invariant: a client that has read the last event can continue the response at once, unless the storage is slow. A
-response that could not be stored is answered all the same; a count and the log say so.
+Invariants: a client that has read the last event can continue the response at once, unless the storage is slow. A
+response that could not be stored is answered all the same; a count and the log say so. What waits for the storage
+counts in the memory of bodies.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 """Size of the largest answer that is stored."""
 MAX_BEHIND_BYTES: Final = 64 * 1024
 """What may come behind the last event of a stream: `[DONE]`, in bytes."""
+HELD_TWICE: Final = 2
+"""The last event waits for the storage, and so does the response that was read from it."""
 _LAST_EVENT: Final = response_events(b"completed", b"incomplete", b"failed")
 
 Store = Callable[[bytes], Awaitable[None]]
@@ -56,17 +59,26 @@ def begins_last(events: bytes) -> bool:
 class StoringClient:
     """Wraps a client. A `Client`, and the `ClientListener` of the one it wraps."""
 
-    def __init__(self, client: Client, response_id: str, store: Store, reserved: BodyReservation) -> None:
+    def __init__(
+        self,
+        client: Client,
+        response_id: str,
+        store: Store,
+        reserved: BodyReservation,
+        on_unstored: Callable[[], None],
+    ) -> None:
         """
         Args:
             response_id: engines of other makes choose their own, which is replaced by this one.
             store: stores the response, given as JSON.
-            reserved: gets what is kept of an answer that is no stream, until that is stored.
+            reserved: gets what is kept of an answer until that is stored.
+            on_unstored: called if there is no memory for that, so that it is not stored.
         """
         self._client = client
         self._adopted = AdoptedAnswer(response_id)
         self._store = store
         self._reserved = reserved
+        self._on_unstored = on_unstored
         self._listener: ClientListener | None = None
         self._is_stream = False
         self._parts: list[bytes] = []
@@ -74,6 +86,8 @@ class StoringClient:
         self._size = 0
         self._held: list[bytes] = []
         """The end of a stream."""
+        self._is_unstored = False
+        """Whether there was no memory to hold the end of a stream."""
         self._behind = 0
         """Bytes behind the piece that has its last event."""
         self._has_ended = False
@@ -94,14 +108,16 @@ class StoringClient:
             self._client.respond(status, headers, body)
             return
         body = self._adopted.renamed(body)
+        if not self._reserve(len(body)):
+            self._client.respond(status, headers, body)
+            return
         self._finish(body, lambda: self._client.respond(status, headers, body))
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
         self._is_stream = b"text/event-stream" in headers
         first = self._adopted.renamed(first)
-        if self._is_last(first):
+        if self._is_last(first) and self._hold(first):
             self._start = status, headers
-            self._held.append(first)
             return
         self._client.start(status, headers, first)
         self._keep(first)
@@ -115,8 +131,7 @@ class StoringClient:
                 self._end_at_last()
                 return
         data = self._adopted.renamed(data)
-        if self._held or self._is_last(data):
-            self._held.append(data)
+        if (self._held or self._is_last(data)) and self._hold(data):
             return
         self._keep(data)
         self._client.send(data)
@@ -133,6 +148,7 @@ class StoringClient:
         if self._has_ended:
             return
         response = last_response(b"".join(self._held)) if self._is_stream else b"".join(self._parts)
+        self._parts = []
         self._finish(response, self._send_end)
 
     def abort(self) -> None:
@@ -145,7 +161,7 @@ class StoringClient:
     def on_client_lost(self) -> None:
         self._is_gone = True
         if self._task is None:
-            self._parts = []
+            self._parts, self._held = [], []
             self._reserved.release()
         listener, self._listener = self._listener, None
         if listener is not None:
@@ -160,12 +176,27 @@ class StoringClient:
             self._listener.on_client_resumed()
 
     def _send_end(self) -> None:
-        end = b"".join(self._held)
-        if self._start is not None:
-            self._client.start(*self._start, end)
+        self._send_held()
+        self._client.finish()
+
+    def _send_held(self) -> None:
+        end, self._held = b"".join(self._held), []
+        start, self._start = self._start, None
+        if start is not None:
+            self._client.start(*start, end)
         elif end:
             self._client.send(end)
-        self._client.finish()
+
+    def _hold(self, events: bytes) -> bool:
+        """Hold the end of a stream until its response is stored; return whether there is memory for it. Without, the
+        response is not stored, and its end is sent as it comes."""
+        if not self._is_unstored and self._reserve(HELD_TWICE * len(events)):
+            self._held.append(events)
+            return True
+        self._is_unstored = True
+        self._send_held()
+        self._reserved.release()
+        return False
 
     def _keep(self, data: bytes) -> None:
         """Keep a piece of an answer that is no stream; nothing of one that is too large."""
@@ -183,6 +214,7 @@ class StoringClient:
         try:
             self._reserved.grow(size)
         except Unavailable:
+            self._on_unstored()
             log.warning("a response is not stored: its answer exceeds the memory for request bodies")
             return False
         return True
