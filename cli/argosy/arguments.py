@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -14,6 +15,8 @@ _SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)(?:([kmgt])|([KMGT])(?:iB?)?
 _AGE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)([smhdw])")
 _POSITIONAL: Final = "\0"
 """Marks an argument behind `--` while argparse reads it; no argument of a process can contain it."""
+_OF_FLEET: Final = re.compile(r"`argosy (?:up|down|ps|logs|why|chat|route|dashboard)\b")
+"""Where a text names a command for the fleet on this machine."""
 _AGE_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -48,6 +51,24 @@ def add_state_dir(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the fleet keeps its state ($ARGOSY_STATE_DIR, else .argosy in the current directory)",
     )
+
+
+def with_state_dir(text: str, state_dir: str | None) -> str:
+    """Return a text in which commands for the fleet on this machine have the --state-dir that was given, if any."""
+    if not state_dir:
+        return text
+    flag = f" --state-dir {shlex.quote(state_dir)}"
+    return _OF_FLEET.sub(lambda command: command[0] + flag, text)
+
+
+def state_dir_in(arguments: Sequence[str]) -> str | None:
+    """Return the value of --state-dir among the arguments of a command; None without one."""
+    before = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    for at, argument in enumerate(before):
+        name, equals, value = argument.partition("=")
+        if name == "--state-dir":
+            return value if equals else next(iter(before[at + 1 :]), None)
+    return None
 
 
 def positive_seconds(text: str) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from argosy.arguments import state_dir_in, with_state_dir
 from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError
 from argosy.sigterm import ends_at_sigterm
 
@@ -109,7 +110,8 @@ def _run(command: Command, arguments: list[str]) -> int:
     except CommandError as error:
         if error.details:
             sys.stderr.write(error.details.rstrip() + "\n")
-        sys.stderr.write(f"argosy {command.name}: {error}\n")
+        message = with_state_dir(str(error), state_dir_in(arguments))
+        sys.stderr.write(f"argosy {command.name}: {message}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from argosy.arguments import Parser, add_state_dir, port, positive_seconds
+from argosy.arguments import Parser, add_state_dir, port, positive_seconds, with_state_dir
 from argosy.commands.down import GRACE_S, stop_fleet
 from argosy.errors import INTERRUPTED, OK, CommandError, UsageError
 from argosy.local.child_process import NOTE_PREFIX, tail
@@ -83,7 +83,7 @@ def _follow(client: ControlClient, state: StateDir, options: argparse.Namespace,
         if is_new:
             stop_fleet(state, GRACE_S)
         else:
-            print("the fleet keeps running; `argosy down` stops it")
+            print(with_state_dir("the fleet keeps running; `argosy down` stops it", options.state_dir))
         return INTERRUPTED
     except CommandError:
         shown.close()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from argosy.arguments import Parser, add_state_dir
+from argosy.arguments import Parser, add_state_dir, with_state_dir
 from argosy.diagnosis.chain import READ_LINES, Diagnosis, render, render_json
 from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source, selector, suspect
 from argosy.diagnosis.installation import (
@@ -71,7 +71,7 @@ def main(argv: Sequence[str], *, cluster: bool = False) -> int:
     if options.output == "json":
         sys.stdout.buffer.write(render_json(found).encode() + b"\n")
     else:
-        print(render(found))
+        print(render(found) if cluster else with_state_dir(render(found), options.state_dir))
     return OK if found.is_served else FAILURE
 
 
