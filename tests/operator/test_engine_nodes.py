@@ -344,14 +344,20 @@ async def test_a_worker_that_cannot_go_costs_its_replica() -> None:
         assert len(fresh) == 1
 
 
+@pytest.mark.parametrize("state", ["", "refused", "paused"])
 @virtual_time
-async def test_a_leader_that_cannot_go_keeps_no_workers() -> None:
+async def test_a_leader_that_cannot_go_keeps_no_workers(state: str) -> None:
     now = [in_time()]
     cluster = new_cluster()
     async with Operator(cluster, now=lambda: now[0]) as operator:
         cluster.create(isvc_object(parallelism=TWO_NODES))
         await operator.settle()
         (leader,), (worker,) = leaders(cluster), workers(cluster)
+        if state == "paused":
+            cluster.edit("tiny", lambda spec: spec.update(paused=True))
+        elif state == "refused":
+            cluster.is_refused = lambda obj: obj["kind"] == "Deployment"
+            edit_engine(cluster, threads=2)
         cluster.is_stuck = lambda each: each["metadata"]["uid"] == leader["metadata"]["uid"]
         cluster.remove((PODS, "team", leader["metadata"]["name"]))
         await until_still(cluster)
@@ -365,7 +371,7 @@ async def test_a_leader_that_cannot_go_keeps_no_workers() -> None:
             cluster.step()
         assert worker["metadata"]["uid"] not in {each["metadata"]["uid"] for each in workers(cluster)}
         assert len(workers(cluster)) == 1, "those of its successor"
-        assert is_ready(cluster)
+        assert is_ready(cluster) is (state != "refused")
 
 
 async def until_still(cluster: FakeKubernetes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,9 @@ from virtual_time import run, virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SERVICES, Kind
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, SERVICES, Kind, Name
+from argosy_operator.reconcile.controller import GATHER_MAX_S
+from argosy_operator.reconcile.workqueue import BACKOFF_MAX
 from argosy_protocol.fleet import decode_fleet
 
 RESYNC = "argosy_operator_last_resync_timestamp_seconds"
@@ -467,3 +470,101 @@ async def test_objects_that_a_tenant_labels_as_children_hold_up_no_other_service
         await asyncio.sleep(60)
         left = [name for kind, namespace, name in cluster.objects if (kind, namespace) == (SERVICES, "other")]
         assert sorted(left) == sorted(f"{name}-engine" for name in names)
+
+
+async def touch_pods(cluster: FakeKubernetes, *, times: int, seconds: float) -> int:
+    """Change something of each pod of the service that the operator does not read; return the number of changes."""
+    names = [pod["metadata"]["name"] for pod in cluster.pods()]
+    for number in range(times * len(names)):
+        key = (PODS, "team", names[number % len(names)])
+        obj = copy.deepcopy(cluster.objects[key])
+        obj["status"]["qosClass"] = str(number)
+        cluster.overwrite(key, obj)
+        await asyncio.sleep(seconds)
+    return times * len(names)
+
+
+def change_each_write(cluster: FakeKubernetes) -> None:
+    """Have a webhook change every Deployment that is applied."""
+
+    async def mutated(manifest: Object) -> Object:
+        if manifest["kind"] == "Deployment":
+            manifest = {**manifest, "spec": {**manifest["spec"], "minReadySeconds": 99}}
+        return await FakeKubernetes.apply(cluster, manifest)
+
+    cluster.apply = mutated  # type: ignore[method-assign]
+
+
+def refuse_deployments(cluster: FakeKubernetes) -> None:
+    cluster.is_refused = lambda obj: obj["kind"] == "Deployment"
+
+
+def reserve_secret(cluster: FakeKubernetes) -> None:
+    """Have the service name a Secret that an operator has made."""
+    labels = {"app.kubernetes.io/managed-by": "argosy-operator"}
+    metadata = {"name": "made", "namespace": "team", "labels": labels}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
+    cluster.edit("tiny", lambda spec: spec["model"].update(secretRef={"name": "made"}))
+
+
+@pytest.mark.parametrize("prepare", [None, change_each_write, refuse_deployments, reserve_secret])
+@virtual_time
+async def test_pods_that_change_cause_no_requests(prepare: Callable[[FakeKubernetes], None] | None) -> None:
+    """Neither while nothing is to be written, nor while what is to be written is refused or changed by others."""
+    async with settled(isvc_object(replicas=4)) as (cluster, _):
+        if prepare is not None:
+            prepare(cluster)
+            edit_engine(cluster, threads=3)
+        await asyncio.sleep(200)
+        asked: list[Name] = []
+
+        async def get(kind: Kind, namespace: str, name: str) -> Object | None:
+            asked.append((kind.name, name))
+            return await FakeKubernetes.get(cluster, kind, namespace, name)
+
+        cluster.get = get  # type: ignore[method-assign]
+        cluster.writes.clear()
+        cluster.metadata_reads.clear()
+        assert await touch_pods(cluster, times=10, seconds=0.1) == 40
+        assert (asked, cluster.writes, cluster.metadata_reads) == ([], [], [])
+
+
+@virtual_time
+async def test_a_change_that_was_refused_is_made_once_it_is_not() -> None:
+    async with settled(isvc_object(replicas=2)) as (cluster, operator):
+        refuse_deployments(cluster)
+        edit_engine(cluster, threads=3)
+        await asyncio.sleep(200)
+        await touch_pods(cluster, times=10, seconds=0.1)
+        cluster.is_refused = lambda obj: False
+        await asyncio.sleep(BACKOFF_MAX + 1)
+        assert operator.controller.queue.is_idle
+        assert cluster.condition("Degraded")["status"] == "False"
+        refuse_deployments(cluster)
+        edit_engine(cluster, threads=4)
+        await asyncio.sleep(200)
+        cluster.is_refused = lambda obj: False
+        cluster.writes.clear()
+        edit_engine(cluster, threads=5)
+        await asyncio.sleep(0.1)
+        assert ("apply", "Deployment", "tiny-engine") in cluster.writes, "another manifest is sent at once"
+
+
+@virtual_time
+async def test_changes_of_many_pods_are_gathered() -> None:
+    """A reconcile reads all pods of the service."""
+    async with settled(isvc_object(replicas=1)) as (cluster, operator):
+        (pod,) = cluster.pods()
+        for number in range(300):
+            obj = copy.deepcopy(pod)
+            obj["metadata"] |= {"name": f"more-{number}", "uid": f"more-{number}"}
+            cluster.create(obj)
+        await asyncio.sleep(GATHER_MAX_S)
+        count = "argosy_operator_reconcile_seconds_count", {"outcome": "ok"}
+        before = operator.controller.metrics.registry.get_sample_value(*count)
+        assert await touch_pods(cluster, times=1, seconds=0.001) == 301
+        await asyncio.sleep(GATHER_MAX_S)
+        after = operator.controller.metrics.registry.get_sample_value(*count)
+        assert before is not None
+        assert after is not None
+        assert 1 <= after - before <= 2

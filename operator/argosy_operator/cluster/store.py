@@ -75,6 +75,9 @@ class Store:
         held = self._objects[kind]
         return [held[name] for name in sorted(self._by_service.get((kind, service), ()))]
 
+    def count_children(self, kind: Kind, service: Name) -> int:
+        return len(self._by_service.get((kind, service), ()))
+
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return self._objects[kind].get((namespace, name))
 

@@ -2,8 +2,8 @@
 
 Owns the comparison of the desired objects with the observed ones: pod conditions to set, children to apply, objects to
 delete. Must not talk to an API server, look at a clock or remember anything. Invariants: the plan takes into account
-the gates that the same diff changes; a paused service keeps its children as they are; a Deployment that cannot be had
-stays as it is; if nothing differs, the diff is empty.
+the gates that the same diff changes; a paused service keeps its children as they are, but for the nodes of replicas; a
+Deployment that cannot be had stays as it is; if nothing differs, the diff is empty.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def compute_diff(service: InferenceService, observed: Observation, config: Opera
             cached=cached,
             children=nodes,
             broken=broken,
+            surplus=tuple(each for each in _surplus(service, plan, observed) if each[0] is STATEFUL_SETS),
             ends_turn=has_the_turn(observed.deployment) and has_ended_while_paused(service, observed),
         )
     return Diff(

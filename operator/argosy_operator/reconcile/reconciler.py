@@ -4,12 +4,13 @@ Owns the order of these steps and what an error means for the status. Decisions 
 reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
 leads to one diff, and a second observation is for the report only; gates are set before anything else, and Deployments
 are applied after the Secret; StatefulSets, whose contents pods say, are applied last, so that one which is refused
-holds up nothing else; nothing is written that is already so; there is no state but the cluster's.
+holds up nothing else, and what the pods call for is done though a Deployment is refused; nothing is written that is
+already so; there is no state but the cluster's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final
@@ -185,7 +186,7 @@ class Reconciler:
         failure: OperatorError | None = None
         try:
             # No await between the observation and the claim: see RolloutLock.
-            with self._turn.claim(key) if diff.takes_turn else nullcontext():
+            with self._turn.claim(key) if self._takes_turn(diff) else nullcontext():
                 is_current = await self._act(service, observed, diff)
             if not is_current:
                 return  # deleted: its children go with it; a newer resource, or the rest, is reconciled next
@@ -212,6 +213,12 @@ class Reconciler:
         if failure is not None:
             raise failure
 
+    def _takes_turn(self, diff: Diff) -> bool:
+        """Not while a write that has failed is not due: what became of that is known, or asked for by itself."""
+        return diff.takes_turn and any(
+            kind_of(each.wanted) is DEPLOYMENTS and self._children.may_write(each) for each in diff.children
+        )
+
     def _fails_for_long(self, key: Name) -> bool:
         """Note that a change of a service failed. Whether all have for PATIENCE_S."""
         now = self._now()
@@ -232,7 +239,7 @@ class Reconciler:
         """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed, or if
         the rest follows."""
         await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
-        if diff.children and not await self._is_current(service):
+        if any(map(self._children.may_write, diff.children)) and not await self._is_current(service):
             return False
         changes: dict[Kind, list[ChildChange]] = {DEPLOYMENTS: [], STATEFUL_SETS: []}
         for change in diff.children:
@@ -249,40 +256,59 @@ class Reconciler:
                 partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect, unmounted=unmounted),
             )
         await run_together(steps)
-        nodes = [partial(self._apply, service, observed, each) for each in node_sets]
         try:
-            is_done = await self._act_on_replicas(service, observed, diff, deployments)
+            is_done = await self._act_on_deployments(service, observed, diff, deployments)
         except OperatorError:
             with suppress(OperatorError):  # what failed first is reported
-                await run_together(nodes)
+                await self._act_on_pods(service, observed, diff, node_sets)
             raise
-        await run_together(nodes)
+        await self._act_on_pods(service, observed, diff, node_sets)
         if not is_done:
             self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
         return is_done
 
-    async def _act_on_replicas(
+    async def _act_on_deployments(
         self, service: InferenceService, observed: Observation, diff: Diff, deployments: list[ChildChange]
     ) -> bool:
         """False if something is left to be looked at before a Deployment may be applied."""
-        if deployments and not await self.named_secrets.check(service):
-            return False
+        writable = [each for each in deployments if self._children.may_write(each)]
+        try:
+            if writable and not await self.named_secrets.check(service):
+                return False
+        except OperatorError as error:
+            for change in writable:
+                self._children.note_failure(change, error)
+            raise
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
         if diff.ends_turn:
             await self._end_turn(observed.deployment)
-        for kind, obj in diff.surplus[:_SURPLUS_AT_ONCE]:
-            await self._children.delete(kind, obj)
-        if len(diff.surplus) > _SURPLUS_AT_ONCE:
-            self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
-        for pod in diff.broken:
-            await self._children.delete_pod(service.metadata.namespace, pod)
+        await self._delete(service, [each for each in diff.surplus if each[0] is not STATEFUL_SETS])
+        return True
+
+    async def _act_on_pods(
+        self, service: InferenceService, observed: Observation, diff: Diff, node_sets: list[ChildChange]
+    ) -> None:
+        """What the pods that there are call for, whether the Deployment can be applied or not."""
         now = self._now()
-        await run_together(
+        steps = [partial(self._apply, service, observed, each) for each in node_sets]
+        steps.append(
+            partial(self._delete, service, [each for each in diff.surplus if each[0] is STATEFUL_SETS])
+        )
+        steps += [partial(self._children.delete_pod, service.metadata.namespace, pod) for pod in diff.broken]
+        steps += [
             partial(self._patch_pod, service, cached.pod, cached_patch(cached, now=now))
             for cached in diff.cached
-        )
-        return True
+        ]
+        await run_together(steps)
+
+    async def _delete(
+        self, service: InferenceService, surplus: Sequence[tuple[Kind, Mapping[str, Any]]]
+    ) -> None:
+        for kind, obj in surplus[:_SURPLUS_AT_ONCE]:
+            await self._children.delete(kind, obj)
+        if len(surplus) > _SURPLUS_AT_ONCE:
+            self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
 
     async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
         router_lives = observed.routers.alive > 0
@@ -290,7 +316,7 @@ class Reconciler:
         await self._patch_pod(service, gate.pod, patch)
 
     async def _apply(self, service: InferenceService, observed: Observation, change: ChildChange) -> None:
-        if change.removed_replicas:
+        if change.removed_replicas and self._children.may_write(change):
             await self._mark_least_valuable(service, observed, change.removed_replicas)
         await self._children.apply(change)
 

@@ -18,6 +18,11 @@ BACKOFF_BASE: Final = 0.25
 BACKOFF_MAX: Final = 60.0
 
 
+def backoff(failures: int) -> float:
+    """Seconds to wait after this many failures in a row, the last one left out."""
+    return min(BACKOFF_MAX, BACKOFF_BASE * 2 ** min(failures, 16))
+
+
 class WorkQueue(Generic[Key]):
     """Keys to process. Bounded by the number of distinct keys."""
 
@@ -73,7 +78,7 @@ class WorkQueue(Generic[Key]):
         if failed:
             count = self._failures.get(key, 0)
             self._failures[key] = count + 1
-            self.add_after(key, min(BACKOFF_MAX, BACKOFF_BASE * 2 ** min(count, 16)))
+            self.add_after(key, backoff(count))
         else:
             self._failures.pop(key, None)
 
