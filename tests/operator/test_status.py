@@ -22,6 +22,7 @@ from argosy_resource.types import InferenceServiceStatus, parse
 
 REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision
 ALIVE = Routers(known=True, alive=1)
+OWN = frozenset({"team/tiny"})
 
 
 def live_deployment(
@@ -157,6 +158,11 @@ FINE = ("False", "AsExpected")
          {"Progressing": ("False", "ProgressDeadlineExceeded"), "Degraded": ("True", "ProgressDeadlineExceeded")}),
         ("no router is alive", report((new(1), new(2)), routers=Routers(known=True)),
          {"Ready": ("False", "NoRouter"), "Routable": ("Unknown", "NoRouter")}),
+        ("routers send it nothing", report((new(1), new(2)), routers=Routers(known=True, alive=1, unsent=OWN)),
+         {"Ready": ("False", "WaitingForRouter"), "Routable": ("False", "WaitingForRouter")}),
+        ("a router that may send it requests is silent",
+         report((new(1), new(2)), routers=Routers(known=True, alive=1, unsent=OWN, unreachable=("r2",))),
+         {"Ready": ("Unknown", "RouterUnreachable"), "Routable": ("Unknown", "RouterUnreachable")}),
         ("operator has just started", report((new(1), new(2)), routers=Routers()), {"Ready": READY}),
         ("name lost", report((new(1), new(2)), lost_names=(lost("x", "NameReserved"), lost("tiny"))),
          {"Ready": ("False", "NameConflict"), "Degraded": ("True", "NameConflict")}),

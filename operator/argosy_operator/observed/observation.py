@@ -40,7 +40,7 @@ class Routers(Struct, frozen=True, kw_only=True):
     """Sorted names of the pods of routers that run and have not answered for a minute."""
     unsent: frozenset[str] = frozenset()
     """Services (`namespace/name`) with replicas that routers know and have sent no requests to for a minute, to none of
-    them."""
+    them. Those that are silent do not count, and may do so."""
     draining: frozenset[str] = frozenset()
     """UIDs of pods that a router reports as draining, and to which none sends requests."""
 

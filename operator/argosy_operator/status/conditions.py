@@ -109,6 +109,8 @@ def ready(view: ServiceView) -> ConditionState:
     if counts.ready < view.wanted_routable:
         cause = workload_ready(view)
         return ConditionState("False", cause.reason, cause.message)
+    if view.may_get_requests:
+        return routable(view)
     if view.has_no_router or view.gets_no_requests or counts.routable < view.wanted_routable:
         cause = routable(view)
         return ConditionState("False", cause.reason, cause.message)
@@ -259,6 +261,8 @@ def routable(view: ServiceView) -> ConditionState:
         return ConditionState("False", _zero_reason(view), _zero_message(view))
     if view.has_no_router:
         return ConditionState("Unknown", "NoRouter", NO_ROUTER)
+    if view.may_get_requests:
+        return ConditionState("Unknown", "RouterUnreachable", _unheard_message(view))
     if view.gets_no_requests:
         return ConditionState("False", "WaitingForRouter", _unsent_message(view))
     if counts.routable >= view.wanted_routable:
@@ -279,6 +283,16 @@ def _unsent_message(view: ServiceView) -> str:
     return (
         f"routers know {names} and have sent requests to none for a minute: they cannot connect, or requests fail; "
         "look at the routers' logs"
+    )
+
+
+def _unheard_message(view: ServiceView) -> str:
+    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
+    silent = _names([*view.observed.routers.unreachable])
+    return (
+        f"routers that answer have sent requests to none of {names} for a minute; router {silent} runs and has not "
+        "answered the operator for a minute, so it may: look whether a NetworkPolicy keeps the operator from port "
+        "8081 of its pod, and at the routers' logs"
     )
 
 

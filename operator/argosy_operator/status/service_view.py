@@ -127,6 +127,15 @@ class ServiceView(Struct, frozen=True, kw_only=True):
     @property
     def gets_no_requests(self) -> bool:
         """Whether routers know the replicas and send them nothing, though they were routable once: gates stay open."""
+        return self._is_unsent and not self.observed.routers.unreachable
+
+    @property
+    def may_get_requests(self) -> bool:
+        """Whether that is so of the routers that answer, and one that does not may serve clients all the same."""
+        return self._is_unsent and bool(self.observed.routers.unreachable)
+
+    @property
+    def _is_unsent(self) -> bool:
         return (
             bool(self.config.router_url)
             and self.counts.routable > 0
