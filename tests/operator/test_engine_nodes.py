@@ -17,6 +17,7 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import (
     Operator,
     condition,
+    deployment,
     edit_engine,
     first_writes,
     is_ready,
@@ -462,6 +463,31 @@ def test_a_canary_tries_its_change_with_workers_too() -> None:
 def test_a_pod_that_says_nothing_of_workers_gets_none(leader: Pod) -> None:
     diff = compute_diff(isvc(), Observation(pods=(leader,)), CONFIG)
     assert diff.plan.node_sets == ()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [[{"name": f"V{n}", "value": text} for n in range(5)] for text in ("x" * 30_000, "," * 2_000)],
+    ids=["long", "many values"],
+)
+@virtual_time
+async def test_a_template_that_is_too_large_for_workers_is_refused_with_the_remedy(
+    env: list[dict[str, str]],
+) -> None:
+    async with settled(isvc_object(parallelism=TWO_NODES)) as (cluster, operator):
+        before = deployment(cluster)["metadata"]["generation"]
+        edit_engine(cluster, env=env)
+        await operator.settle()
+        assert deployment(cluster)["metadata"]["generation"] == before
+        assert len(workers(cluster)) == num_routable(cluster) == 1, "what serves goes on"
+        for kind, status in (("Ready", "False"), ("Degraded", "True")):
+            assert condition(cluster, kind) == (status, "InvalidSpec")
+            message = cluster.condition(kind)["message"]
+            assert f"of which the operator takes {MAX_CHARS} and {MAX_VALUES}" in message
+            assert "into a ConfigMap that podTemplate mounts" in message
+        edit_engine(cluster, env=[])
+        await operator.settle()
+        assert is_ready(cluster)
 
 
 def test_the_least_that_a_pod_may_say_of_workers_is_enough() -> None:

@@ -20,7 +20,7 @@ from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.blocked_surge import nudge
 from argosy_operator.desired.canary import key_of_trial
 from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.desired.engine_nodes import node_sets
+from argosy_operator.desired.engine_nodes import node_sets, node_template_problem
 from argosy_operator.desired.manifest_fields import Manifest
 from argosy_operator.desired.pinned_images import (
     Images,
@@ -116,7 +116,7 @@ def plan_children(service: InferenceService, observed: Observation, config: Oper
         images=images,
         rollout=rollout,
         nudge_wait_s=min((each for each in (nudge_wait_s, canary_wait_s) if each), default=0.0),
-        problem=deployment_problem(service, config),
+        problem=deployment_problem(service, config) or node_template_problem(service, template),
     )
 
 

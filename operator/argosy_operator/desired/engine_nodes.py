@@ -26,12 +26,19 @@ from argosy_operator.names import (
     FIELD_MANAGER,
     LEADER_LABEL,
     MANAGED_BY_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
     REVISION_LABEL,
     child_labels,
     node_set_name,
 )
-from argosy_operator.observed.node_template import NodeTemplate, decode_node_template
-from argosy_operator.observed.pod import NODE_TEMPLATE_HASH_ENV, Pod
+from argosy_operator.observed.node_template import (
+    MAX_CHARS,
+    MAX_VALUES,
+    NodeTemplate,
+    decode_node_template,
+    num_values,
+)
+from argosy_operator.observed.pod import NODE_TEMPLATE_HASH_ENV, Pod, Problem
 from argosy_resource.engine_address import (
     API_KEY_ENV,
     COMPONENT_LABEL,
@@ -107,6 +114,21 @@ def encode_node_template(
     }
     found = NodeTemplate(workers=service.spec.parallelism.nodes - 1, template=template)
     return msgspec.json.encode(found, order="deterministic").decode()
+
+
+def node_template_problem(service: InferenceService, leader: Manifest) -> Problem | None:
+    """Why replicas of this pod template would get no workers; None if they would, or need none."""
+    if service.spec.parallelism.nodes == 1:
+        return None
+    text = leader["metadata"]["annotations"][NODE_TEMPLATE_ANNOTATION]
+    if decode_node_template(text) is not None:
+        return None
+    return Problem(
+        "InvalidSpec",
+        f"the pod template of further nodes has {len(text)} characters and {num_values(text)} values, of which the "
+        f"operator takes {MAX_CHARS} and {MAX_VALUES}, as every replica carries it in an annotation; move large "
+        "variables and annotations into a ConfigMap that podTemplate mounts",
+    )
 
 
 def node_sets(service: InferenceService, replicas: Iterable[Pod]) -> tuple[Manifest, ...]:

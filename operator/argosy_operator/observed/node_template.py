@@ -58,11 +58,16 @@ def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
+def num_values(text: str) -> int:
+    """An estimate of how many values are in a template, before it is read."""
+    return sum(map(text.count, ",[{"))
+
+
 @functools.lru_cache(maxsize=16)
 def decode_node_template(text: str) -> NodeTemplate | None:
     """Read the annotation; None if there is none, or it does not say of what form the workers are. What is returned is
     shared, and only to be read."""
-    if not text or len(text) > MAX_CHARS or sum(map(text.count, ",[{")) > MAX_VALUES:
+    if not text or len(text) > MAX_CHARS or num_values(text) > MAX_VALUES:
         return None
     try:
         found = msgspec.json.decode(text, type=NodeTemplate)
