@@ -149,7 +149,7 @@ class FakeApiServer:
                 if "continue" in request.query and self.expired_tokens:
                     self.expired_tokens -= 1
                     raise ApiError("LIST", 410, "the provided continue parameter is too old")
-                found = self._unread.pop(request.query.get("continue", ""), None)
+                found = self._unread.get(request.query.get("continue", ""))
                 found = found or await self.cluster.list(kind, namespace=namespace, labels=labels)
                 limit = int(request.query.get("limit", 500))
                 metadata = {"resourceVersion": found.version}

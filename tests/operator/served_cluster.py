@@ -22,7 +22,16 @@ async def served(
 ) -> AsyncIterator[FakeApiServer]:
     """The fake cluster as KUBECONFIG's cluster."""
     server = FakeApiServer(cluster)
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.1)
+    async with served_app(server.app(), tmp_path, monkeypatch):
+        yield server
+
+
+@asynccontextmanager
+async def served_app(
+    app: web.Application, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[None]:
+    """An API server as KUBECONFIG's cluster."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -39,7 +48,7 @@ async def served(
     path.write_text(json.dumps(kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(path))
     try:
-        yield server
+        yield
     finally:
         await runner.cleanup()
 

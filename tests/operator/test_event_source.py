@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import kopf
 import pytest
@@ -17,6 +18,7 @@ from harness import FakeRouter, http_fetch_of
 from served_cluster import PATIENCE, served, until
 
 from argosy_operator import main
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH
 from argosy_operator.config import OperatorConfig
 from argosy_operator.kinds import INFERENCE_SERVICES
 from argosy_operator.process import event_source
@@ -109,6 +111,9 @@ async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
     ]
     assert len(lists) > 2 * KINDS
     assert [each for each in lists if "limit=" not in each[1]] == []
+    of_services = [query for path, query in lists if path.endswith("inferenceservices")]
+    limits = [int(parse_qs(query)["limit"][0]) for query in of_services]
+    assert set(limits) == {2, 2 * LIST_PAGE_GROWTH, LIST_PAGE}, "small objects are followed by more of them"
 
 
 async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(

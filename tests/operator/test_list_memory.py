@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.kubernetes_api import read_list
 from argosy_operator.kinds import DEPLOYMENTS
-from argosy_operator.process.event_source import read_event, response_class
+from argosy_operator.process.event_source import Pages, read_event, response_class
 
 KIND = {"apiVersion": "apps/v1", "kind": "Deployment"}
 
@@ -76,6 +76,43 @@ async def test_kopf_is_given_what_is_kept() -> None:
         await runner.cleanup()
     assert whole == json.loads(LIST)
     assert found == {**whole, "items": [{**each, "spec": {}} for each in whole["items"]]}
+
+
+async def test_kopf_asks_for_as_many_objects_as_fit() -> None:
+    """It asks with one limit for everything, but the size of objects is a tenant's to choose."""
+    limits: list[int] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        limits.append(int(request.query["limit"]))
+        size = 100_000 if request.query.get("continue") == "large" else 10
+        obj = {"metadata": {"name": "d", "namespace": "team", "annotations": {"note": "x" * size}}}
+        return web.json_response({"items": [obj] * limits[-1], "metadata": {}})
+
+    app = web.Application()
+    app.router.add_get("/{plural}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    kinds = {"deployments": DEPLOYMENTS}
+    given: list[int] = []
+
+    async def ask(path: str) -> None:
+        async with session.get(f"{url}/{path}") as response:
+            given.append(len((await response.json())["items"]))
+
+    try:
+        async with ClientSession(
+            response_class=response_class(kinds), middlewares=(Pages(kinds),)
+        ) as session:
+            for token in ("", "&continue=small", "&continue=large", "&continue=small"):
+                await ask(f"deployments?limit=10{token}")
+            await ask("deployments?limit=10")
+            await ask("others?limit=7")
+    finally:
+        await runner.cleanup()
+    assert given == [10, 40, 10, 10, 10, 7], "what is too large is asked for again"
+    assert limits == [10, 40, 160, 10, 10, 10, 7]
 
 
 def test_of_an_event_kopf_is_given_what_is_kept() -> None:

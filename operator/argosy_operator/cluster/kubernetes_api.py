@@ -32,7 +32,15 @@ from argosy_protocol import deep_json
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
 LIST_PAGE: Final = 10
-"""Objects of one answer to a list: a tenant's may have 4 MB of JSON each, and kopf lists all kinds at once."""
+"""Objects of the first answer to a list: a tenant's may have 4 MB of JSON each, and kopf lists all kinds at once."""
+LIST_PAGE_MAX: Final = 500
+"""Objects of any answer: as many as client-go asks for."""
+LIST_PAGE_GROWTH: Final = 4
+"""How many times as many objects as before are asked for at most, as the next ones may be larger."""
+LIST_PAGE_BYTES: Final = 1 << 20
+"""Bytes that an answer shall have: the number of objects follows the size of those before. Pods have about 5 kB."""
+LIST_PAGE_BYTES_MAX: Final = 2 << 20
+"""Bytes after which an answer with more than LIST_PAGE objects is not read on: so many are asked for instead."""
 _LIST_ATTEMPTS: Final = 3
 """Attempts of a list whose version the API server gives up before the last page (410)."""
 WATCH_SECONDS: Final = 300
@@ -44,6 +52,30 @@ _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _NONE: Final = msgspec.Raw(b"null")
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Media type of an answer that leaves out everything but the metadata."""
+
+
+class PageSize:
+    """How many objects of a list to ask for next, by what the last answer weighed: the API server counts objects only,
+    each page is a request, and a tenant chooses how large an object is."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = self.limit = least
+        self._most = most
+
+    async def read(self, answer: aiohttp.ClientResponse) -> bytes | None:
+        """The body of an answer with `limit` objects; None if it is too large, and fewer are to be asked for."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in answer.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > LIST_PAGE_BYTES_MAX and self.limit > self._least:
+                answer.close()
+                self.limit = self._least
+                return None
+        fitting = self.limit * LIST_PAGE_BYTES // max(1, size)
+        self.limit = max(self._least, min(self._most, self.limit * LIST_PAGE_GROWTH, fitting))
+        return b"".join(parts)
 
 
 class KubernetesApi:
@@ -106,7 +138,8 @@ class KubernetesApi:
     async def _list(self, kind: Kind, *, namespace: str | None, labels: str) -> ObjectList:
         items: list[Object] = []
         version = ""
-        async with aclosing(self._pages(kind, namespace=namespace, labels=labels, limit=LIST_PAGE)) as pages:
+        size = PageSize(LIST_PAGE, LIST_PAGE_MAX)
+        async with aclosing(self._pages(kind, namespace=namespace, labels=labels, size=size)) as pages:
             async for page in pages:
                 items += [kept_fields(kind, item) for item in page.items]
                 version = page.version
@@ -115,19 +148,22 @@ class KubernetesApi:
     def list_pages(
         self, kind: Kind, *, namespace: str | None, limit: int
     ) -> AsyncGenerator[ObjectList, None]:
-        return self._pages(kind, namespace=namespace, labels="", limit=limit)
+        return self._pages(kind, namespace=namespace, labels="", size=PageSize(limit, limit))
 
     async def _pages(
-        self, kind: Kind, *, namespace: str | None, labels: str, limit: int
+        self, kind: Kind, *, namespace: str | None, labels: str, size: PageSize
     ) -> AsyncGenerator[ObjectList, None]:
         path = self._resource(kind).path(namespace=namespace)
         token = None
         while True:
             answer = await self._answer(
-                "get", path, label_selector=labels or None, limit=limit, _continue=token
+                "get", path, label_selector=labels or None, limit=size.limit, _continue=token
             )
             with _translated(f"GET {path}"):
-                page = read_list(await answer.read())
+                text = await size.read(answer)
+                if text is None:
+                    continue
+                page = read_list(text)
             metadata = page.get("metadata", {})  # every page has the first one's version
             token = metadata.get("continue")
             yield ObjectList(page["items"], metadata.get("resourceVersion", ""))

@@ -25,7 +25,7 @@ from kopf._cogs.clients import api as kopf_api
 from yarl import URL
 
 from argosy_operator.cluster.kept_fields import kept_fields
-from argosy_operator.cluster.kubernetes_api import LIST_PAGE, read_list
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_MAX, PageSize, read_list
 from argosy_operator.kinds import KINDS, Kind
 from argosy_operator.process.kopf_storage import NoDiffBase, NoProgress
 from argosy_operator.reconcile.controller import Controller
@@ -151,15 +151,47 @@ def response_class(kinds: Mapping[str, Kind]) -> type[aiohttp.ClientResponse]:
     """The class of kopf's answers, for lists of these kinds by their plurals: kopf takes all objects of one, and it
     would list again for ever what is too deep for Python's decoder."""
 
-    class Response(aiohttp.ClientResponse):
+    class Response(aiohttp.ClientResponse, PageResponse):
         async def json(self, **given: Any) -> Any:
             kind = kinds.get(self.url.name)
             if kind is None or self.status != 200:
                 return await super().json(**{"loads": deep_json.loads, **given})
-            found = read_list(await self.read())
+            found = read_list(await self.read() if self.page is None else self.page)
             return found | {"items": [kept_fields(kind, item) for item in found["items"]]}
 
     return Response
+
+
+class PageResponse:
+    """An answer that may have been read already."""
+
+    page: bytes | None = None
+
+
+class Pages:
+    """Sets how many objects kopf asks for, as it has one number for all lists (`PageSize`). A middleware of aiohttp."""
+
+    def __init__(self, kinds: Mapping[str, Kind]) -> None:
+        self._sizes: dict[str, PageSize] = {}
+        self._kinds = kinds
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        name, query = request.url.name, request.url.query
+        if name not in self._kinds or "limit" not in query:
+            return await handler(request)
+        if "continue" not in query or name not in self._sizes:
+            self._sizes[name] = PageSize(LIST_PAGE, LIST_PAGE_MAX)
+        size = self._sizes[name]
+        while True:
+            request.url = request.url.update_query(limit=size.limit)
+            answer = await handler(request)
+            if answer.status != 200 or not isinstance(answer, PageResponse):
+                return answer
+            answer.page = await size.read(answer)
+            if answer.page is not None:
+                return answer
 
 
 class Sessions:
@@ -184,6 +216,7 @@ class Sessions:
             trust_env=info.trust_env,
             trace_configs=[self._trace()],
             response_class=response_class(self._kinds),
+            middlewares=(Pages(self._kinds),),
         )
         session = kopf.AiohttpSession(
             server=info.server,
@@ -239,7 +272,7 @@ def kopf_settings(watched: Mapping[Kind, str]) -> kopf.OperatorSettings:
     # By default kopf ends when the API server has been away for a minute, and has the process killed after ten more.
     settings.networking.error_backoffs = EndlessBackoff()
     settings.process.ultimate_exiting_timeout = None
-    # Whole lists of a large fleet take a gigabyte. When a token expires kopf ends, and is started anew.
+    # Whole lists of a large fleet take a gigabyte (`Pages`). When a token expires kopf ends, and is started anew.
     settings.watching.chunk_size = LIST_PAGE
     # The watched kinds are known, so no permission to list CRDs and namespaces is needed.
     settings.scanning.disabled = True
