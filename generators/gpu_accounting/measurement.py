@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts, TritonExperts
@@ -172,12 +173,17 @@ class AccountedRunner:
         sampler: Any = self.runner.batch.sampler
         trace, forward, logits, sample = self.trace, model.forward, model.logits, sampler.sample
 
-        def marked_forward(token_ids: Any, positions: Any, kv_cache: Any, meta: Any) -> Any:
+        def marked_forward(inputs: ModelInputs) -> Any:
             trace.enter("forward")
+            meta = inputs.meta
             trace.seq_lens = meta.seq_lens_cpu.tolist()
             names = ("query_start_loc", "seq_lens", "positions", "slot_mapping", "block_table")
-            self._forward_inputs = [token_ids, positions, *(getattr(meta, name) for name in names)]
-            return forward(token_ids, positions, kv_cache, meta)
+            self._forward_inputs = [
+                inputs.token_ids,
+                inputs.positions,
+                *(getattr(meta, name) for name in names),
+            ]
+            return forward(inputs)
 
         def marked_logits(hidden: Any) -> Any:
             trace.enter("logits")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from argosy_engine.attention.cpu_attn import CpuBackend
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.config import EngineArgs
@@ -189,10 +189,12 @@ def test_all_layers_in_one_call_equal_the_layers_one_by_one(
         cache = torch.zeros(
             config.num_hidden_layers, 2, 100, 16, config.num_key_value_heads, config.head_dim, dtype=dtype
         )
+        for layer, layer_cache in zip(model.attention_layers, cache, strict=True):
+            layer.bind(layer_cache)
         metas = step([0, 0, 0], lengths), step(lengths, ends)
         results.append(
             [
-                model.forward(ids, torch.tensor([]), list(cache), meta)
+                model.forward(ModelInputs(token_ids=ids, positions=meta.positions, meta=meta))
                 for ids, meta in zip(tokens, metas, strict=True)
             ]
         )
@@ -275,13 +277,13 @@ def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
         "from argosy_engine.attention.params import AttentionParams\n"
         "params = AttentionParams(num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25)\n"
         "attend = Attention(params, CpuBackend(torch.float32))\n"
-        "cache = torch.zeros(2, 4, 16, 2, 16)\n"
+        "attend.bind(torch.zeros(2, 4, 16, 2, 16))\n"
         "starts, lens = np.array([0, 1], np.int32), np.ones(1, np.int32)\n"
         "for slot in (5, 64):\n"
         "    meta = AttentionMetadata(num_decodes=1, query_start_loc=torch.from_numpy(starts),\n"
         "        seq_lens=torch.from_numpy(lens), positions=torch.tensor([0]), slot_mapping=torch.tensor([slot]),\n"
         "        block_table=torch.zeros(1, 1, dtype=torch.int32), query_start_loc_cpu=starts, seq_lens_cpu=lens)\n"
-        "    attend(torch.zeros(1, 96), cache, meta)\n"
+        "    attend(torch.zeros(1, 96), meta)\n"
         "    print('survived', slot, flush=True)\n"
     )
     done = subprocess.run(
@@ -410,9 +412,10 @@ def native_run(
     """
     cache = case.empty_cache()
     attend = Attention(case.shape.params, CpuBackend(cache.dtype, kernels))
+    attend.bind(cache)
 
     def step(rows: list[int], spans: list[Span]) -> torch.Tensor:
-        return attend(case.qkv(rows, spans), cache, case.metadata(rows, spans))
+        return attend(case.qkv(rows, spans), case.metadata(rows, spans))
 
     for row, (start, _) in enumerate(case.spans):
         if start:
@@ -433,8 +436,9 @@ def native_run(
 def torch_run(case: Case) -> torch.Tensor:
     cache = case.empty_cache().zero_()
     attend = Attention(case.shape.params, TorchBackend(cache.dtype))
+    attend.bind(cache)
     for row, (start, _) in enumerate(case.spans):
         if start:
-            attend(case.qkv([row], [(0, start)]), cache, case.metadata([row], [(0, start)]))
+            attend(case.qkv([row], [(0, start)]), case.metadata([row], [(0, start)]))
     rows = list(range(len(case.spans)))
-    return attend(case.qkv(rows, case.spans), cache, case.metadata(rows, case.spans))
+    return attend(case.qkv(rows, case.spans), case.metadata(rows, case.spans))

@@ -89,15 +89,13 @@ class Steps:
 
     def __init__(self, *, num_groups: int = 1, num_slots: int = 8, max_blocks: int = 9) -> None:
         self.runtime = CheckedRuntime()
-        layers = [index % num_groups for index in range(2 * num_groups)]
         self.batch = InputBatch(
             num_slots, max_blocks * BLOCK_SIZE, max_blocks, num_groups, (1,), CPU, SamplerOptions(),
             tracks_blocks=True,
         )  # fmt: skip
-        self.host = HostInputs(self.batch, layers, BLOCK_SIZE)
+        self.host = HostInputs(self.batch, BLOCK_SIZE)
         self.device = DeviceInputs(
             self.batch,
-            layers,
             BLOCK_SIZE,
             max_num_tokens=256,
             device=CPU,
@@ -113,14 +111,14 @@ class Steps:
 
 
 def assert_same(found: StepTensors, expected: StepTensors) -> None:
-    assert torch.equal(found.token_ids, expected.token_ids)
-    assert torch.equal(found.positions, expected.positions)
+    assert torch.equal(found.inputs.token_ids, expected.inputs.token_ids)
+    assert torch.equal(found.inputs.positions, expected.inputs.positions)
     if expected.sampled_tokens is None:
         assert found.sampled_tokens is None
     else:
         assert torch.equal(found.sampled_tokens, expected.sampled_tokens)
-    for layer in range(4):
-        assert_same_metadata(found.meta.of_layer(layer), expected.meta.of_layer(layer))
+    for group in range(len(expected.inputs.meta.groups) or 1):
+        assert_same_metadata(found.inputs.meta.of_group(group), expected.inputs.meta.of_group(group))
 
 
 def assert_same_metadata(found: AttentionMetadata, expected: AttentionMetadata) -> None:
@@ -152,7 +150,7 @@ def test_tensors_equal_those_of_the_host() -> None:
     steps.batch.num_computed[steps.batch.slot_of["decode"]] = 39
     arrays = steps.arrays({"decode": 1, "other": 1}, in_flight)
     found, expected = steps.device.tensors(arrays), steps.host.tensors(arrays)
-    assert found.token_ids.tolist() == [101, 7 + 17]
+    assert found.inputs.token_ids.tolist() == [101, 7 + 17]
     assert_same(found, expected)
     assert len(steps.runtime.to_device) == 2
 
@@ -164,13 +162,13 @@ def test_padding_reads_and_writes_nothing() -> None:
     arrays = steps.arrays({"a": 1, "b": 1})
     expected = steps.host.tensors(arrays)
     found = steps.device.tensors(arrays, num_rows=8)
-    meta = found.meta
-    assert meta.num_decodes == len(found.token_ids) == 8
-    assert found.token_ids.tolist() == [*expected.token_ids.tolist(), *[0] * 6]
-    assert meta.slot_mapping.tolist() == [*expected.meta.slot_mapping.tolist(), *[-1] * 6]
+    meta = found.inputs.meta
+    assert meta.num_decodes == len(found.inputs.token_ids) == 8
+    assert found.inputs.token_ids.tolist() == [*expected.inputs.token_ids.tolist(), *[0] * 6]
+    assert meta.slot_mapping.tolist() == [*expected.inputs.meta.slot_mapping.tolist(), *[-1] * 6]
     assert meta.query_start_loc.tolist() == [0, 1, *[2] * 7]
     assert meta.seq_lens.tolist() == [20, 33, *[0] * 6]
-    assert torch.equal(meta.block_table[:2, :3], expected.meta.block_table)
+    assert torch.equal(meta.block_table[:2, :3], expected.inputs.meta.block_table)
     assert not meta.block_table[2:].any()
 
 
@@ -181,10 +179,10 @@ def test_addresses_follow_from_the_size_of_a_step() -> None:
 
     def addresses(scheduled: str) -> list[int]:
         found = steps.device.tensors(steps.arrays(dict.fromkeys(scheduled, 1)), num_rows=4)
-        metas = [found.meta.of_layer(layer) for layer in range(2)]
+        metas = [found.inputs.meta.of_group(group) for group in range(2)]
         names = ("query_start_loc", "seq_lens", "positions", "slot_mapping", "block_table")
         tensors = [getattr(meta, name) for meta in metas for name in names]
-        return [tensor.data_ptr() for tensor in (found.token_ids, found.positions, *tensors)]
+        return [tensor.data_ptr() for tensor in (found.inputs.token_ids, found.inputs.positions, *tensors)]
 
     first = addresses("abc")
     steps.batch.append_blocks(steps.batch.slot_of["a"], [[9, 10, 11], [12, 13, 14]])

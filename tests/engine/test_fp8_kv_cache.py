@@ -32,16 +32,16 @@ def test_attention_reads_keys_and_values_as_they_were_rounded(seed: int) -> None
         TorchBackend(torch.float32, has_fp8_kv_cache=True),
         AttentionWeights(k_scale=k_scale, v_scale=v_scale),
     )
-    cache = case.empty_cache().to(attention.kv_cache_dtype)
+    attention.bind(case.empty_cache().to(attention.kv_cache_dtype))
     context = [(row, (0, start)) for row, (start, _) in enumerate(case.spans) if start > 1]
     if context:
         rows, spans = (list(each) for each in zip(*context, strict=True))
-        attention(case.qkv(rows, spans), cache, case.metadata(rows, spans))
+        attention(case.qkv(rows, spans), case.metadata(rows, spans))
     ones = [(row, (0, 1)) for row, (start, _) in enumerate(case.spans) if start == 1]
     for row, span in ones:
-        attention(case.qkv([row], [span]), cache, case.metadata([row], [span]))
+        attention(case.qkv([row], [span]), case.metadata([row], [span]))
     every = list(range(len(case.spans)))
-    out = attention(case.qkv(every, case.spans), cache, case.metadata(every, case.spans))
+    out = attention(case.qkv(every, case.spans), case.metadata(every, case.spans))
     case.k[:], case.v[:] = rounded(case.k, 0.03), rounded(case.v, 2.0)
     torch.testing.assert_close(out.double(), case.expected(), atol=1e-4, rtol=1e-4)
 

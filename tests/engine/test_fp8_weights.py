@@ -31,7 +31,7 @@ from argosy_engine.models.loader import load_model
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
-from attention_cases import attention_metadata
+from attention_cases import model_inputs
 from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 
@@ -63,10 +63,10 @@ def logits(path: Path, backend: str = "cpu" if kernels() else "torch", **setting
         load_format="auto", seed=0, **settings,
     ).model  # fmt: skip
     shape = (2, 2, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-    kv_cache = [torch.zeros(shape).to(layer.kv_cache_dtype) for layer in model.attention_layers]
-    meta = attention_metadata([(0, len(TOKEN_IDS))], torch.tensor([[1, 0]]), BLOCK_SIZE)
-    hidden = model.forward(torch.tensor(TOKEN_IDS), torch.arange(len(TOKEN_IDS)), kv_cache, meta)
-    return model.logits(hidden)
+    for layer in model.attention_layers:
+        layer.bind(torch.zeros(shape).to(layer.kv_cache_dtype))
+    inputs = model_inputs(TOKEN_IDS, 0, torch.tensor([[1, 0]]), BLOCK_SIZE)
+    return model.logits(model.forward(inputs))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -26,8 +26,8 @@ from argosy_engine.models.loader import load_model
 from argosy_engine.native.library import kernels
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import planned_groups
-from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
-from attention_cases import attention_metadata
+from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
+from attention_cases import model_inputs
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
 
@@ -85,9 +85,10 @@ def logits_of(
         (config.num_hidden_layers, 2, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim),
         dtype=dtype,
     )
-    positions = torch.arange(count)
-    meta = attention_metadata([(0, count)], torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
-    return model.logits(model.forward(torch.tensor(token_ids), positions, kv_cache, meta))
+    for layer, cache in zip(model.attention_layers, kv_cache, strict=True):
+        layer.bind(cache)
+    inputs = model_inputs(token_ids, 0, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
+    return model.logits(model.forward(inputs))
 
 
 def test_every_architecture_is_tested() -> None:
@@ -122,12 +123,10 @@ def test_layers_keep_what_their_config_announces(name: str, dtype: torch.dtype, 
     model = registry.model_class(config.architecture)(config, plan)
     groups = layer_groups(model, BLOCK_SIZE)
     assert groups == planned_groups(config, dtype.itemsize, BLOCK_SIZE)
-    device = torch.device("cpu")
-    for layer, cache in zip(
-        model.attention_layers, allocate_kv_cache(model, groups, 3, BLOCK_SIZE, device), strict=True
-    ):
-        assert cache.dtype is dtype
-        assert cache.nbytes == 3 * layer.kv_cache_spec(BLOCK_SIZE).page_bytes
+    bind_kv_cache(model, groups, 3, BLOCK_SIZE, torch.device("cpu"))
+    for layer in model.attention_layers:
+        assert layer.kv_cache.dtype is dtype
+        assert layer.kv_cache.nbytes == 3 * layer.kv_cache_spec(BLOCK_SIZE).page_bytes
 
 
 @pytest.mark.parametrize("name", KINDS)

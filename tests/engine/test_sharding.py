@@ -24,8 +24,8 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.kv_cache_sizing import rank_elements
-from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
-from attention_cases import attention_metadata
+from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
+from attention_cases import model_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import ThreadCommunicator, run_threads
@@ -79,12 +79,11 @@ def logits_of(
     assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
     groups = layer_groups(loaded.model, BLOCK_SIZE)
     num_blocks = -(-len(TOKENS) // BLOCK_SIZE)
-    kv_cache = allocate_kv_cache(loaded.model, groups, num_blocks, BLOCK_SIZE, CPU)
+    bind_kv_cache(loaded.model, groups, num_blocks, BLOCK_SIZE, CPU)
     steps = []
     for start, stop in ((0, len(TOKENS) - 1), (len(TOKENS) - 1, len(TOKENS))):
-        meta = attention_metadata([(start, stop)], torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
-        ids, positions = torch.tensor(TOKENS[start:stop]), torch.arange(start, stop)
-        steps.append(loaded.model.logits(loaded.model.forward(ids, positions, kv_cache, meta)))
+        inputs = model_inputs(TOKENS[start:stop], start, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
+        steps.append(loaded.model.logits(loaded.model.forward(inputs)))
     return torch.cat(steps)
 
 

@@ -59,9 +59,10 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
     else:
         loaded = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
         attention = Attention(shape.params, CpuBackend(dtype, loaded))
+    attention.bind(cache)
 
     def run(rows: list[int], spans: list[Span]) -> torch.Tensor:
-        return attention(case.qkv(rows, spans), cache, case.metadata(rows, spans))
+        return attention(case.qkv(rows, spans), case.metadata(rows, spans))
 
     for row, (start, _) in enumerate(case.spans):
         if start:

@@ -51,7 +51,8 @@ def test_equals_the_definition(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **{"scale": 0.25, **options}
     )
     attention = Attention(params, TorchBackend(torch.float32))
-    ours = attention(torch.cat((q, k, v), dim=1).flatten(1), kv_cache, meta).view(q.shape)
+    attention.bind(kv_cache)
+    ours = attention(torch.cat((q, k, v), dim=1).flatten(1), meta).view(q.shape)
     start = 0
     for row, (new, total) in enumerate(requests):
         blocks = tables[row, : -(-total // BLOCK_SIZE)]

@@ -79,18 +79,16 @@ class Steps:
 
     def __init__(self, api: RerunGraphs, *, is_required: bool = False) -> None:
         self.batch = InputBatch(6, 64, 4, 1, (1,), CPU, SamplerOptions(), tracks_blocks=True)
-        self.inputs = DeviceInputs(
-            self.batch, [0], 16, max_num_tokens=64, device=CPU, runtime=CheckedRuntime()
-        )
+        self.inputs = DeviceInputs(self.batch, 16, max_num_tokens=64, device=CPU, runtime=CheckedRuntime())
         self.num_eager = 0
         self.graphs = DecodeGraphs(self.inputs, self.forward, api, is_required=is_required)
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         self.num_eager += 1
-        meta = tensors.meta
+        inputs, meta = tensors.inputs, tensors.inputs.meta
         parts = (
-            tensors.token_ids,
-            tensors.positions,
+            inputs.token_ids,
+            inputs.positions,
             meta.slot_mapping,
             meta.seq_lens,
             meta.block_table[:, 0],
@@ -135,7 +133,7 @@ def test_cores_that_share_experts_replay_graphs_of_one_size() -> None:
     ran = steps.graphs.run(decode, Round([1, 3], is_decode=True))
     assert ran is not None
     assert ran[0].tolist() == [[3, 2, 50, 3, 3]]
-    assert ran[1].meta.slot_mapping.tolist() == [50, -1, -1, -1]
+    assert ran[1].inputs.meta.slot_mapping.tolist() == [50, -1, -1, -1]
     lent = steps.graphs.run(empty_step(), Round([0, 2], is_decode=True))
     assert lent is not None
     assert len(lent[0]) == 0

@@ -17,7 +17,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels import paged_attention
 from argosy_engine.triton_kernels.launch import launched_variants
 from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
-from attention_cases import attention_metadata
+from attention_cases import model_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
@@ -39,12 +39,12 @@ def logits(path, backend=TritonBackend, *, method=None, sharding=WHOLE, communic
         method = Fp8LinearMethod(config.quantization, quantize_fp8)
     factory = LayerFactory(weights, backend(torch.float32), 64, method, sharding, communicator)
     model = model_class(config, factory)
-    kv_cache = [torch.zeros(layer.kv_cache_shape(3, BLOCK_SIZE)) for layer in model.attention_layers]
+    for layer in model.attention_layers:
+        layer.bind(torch.zeros(layer.kv_cache_shape(3, BLOCK_SIZE)))
     steps = []
     for start, end in [(0, len(TOKEN_IDS) - 1), (len(TOKEN_IDS) - 1, len(TOKEN_IDS))]:
-        meta = attention_metadata([(start, end)], torch.tensor([[2, 0]]), BLOCK_SIZE)
-        ids, positions = torch.tensor(TOKEN_IDS[start:end]), torch.arange(start, end)
-        steps.append(model.logits(model.forward(ids, positions, kv_cache, meta)))
+        inputs = model_inputs(TOKEN_IDS[start:end], start, torch.tensor([[2, 0]]), BLOCK_SIZE)
+        steps.append(model.logits(model.forward(inputs)))
     return torch.cat(steps)
 
 

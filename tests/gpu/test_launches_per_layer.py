@@ -12,7 +12,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
@@ -77,11 +77,12 @@ def launched(kind, num_layers, path, *, requests=1, method=None, **fields):
         factory = LayerFactory(weights, TritonBackend(torch.bfloat16), 512, method)
         model = registry.model_class(config.architecture)(config, factory)
         shape = (2, MAX_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        kv_cache = [torch.empty(shape, dtype=torch.bfloat16, device=CUDA) for _ in range(num_layers)]
+        for layer in model.attention_layers:
+            layer.bind(torch.empty(shape, dtype=torch.bfloat16, device=CUDA))
         meta = decode_metadata(requests)
         token_ids = torch.empty(requests, dtype=torch.int64, device=CUDA)
         with CountedOps() as counted:
-            model.forward(token_ids, meta.positions, kv_cache, meta)
+            model.forward(ModelInputs(token_ids=token_ids, positions=meta.positions, meta=meta))
     return counted.names + [launch.name for launch in launches]
 
 

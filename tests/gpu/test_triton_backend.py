@@ -6,14 +6,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from attention_cases import attention_metadata
+from attention_cases import model_inputs
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
 
@@ -41,15 +40,12 @@ def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False, shardin
         sharding=sharding,
         communicator=communicator,
     ).model
-    kv_cache = [
-        torch.full(layer.kv_cache_shape(3, BLOCK_SIZE), torch.nan).to(layer.kv_cache_dtype)
-        for layer in model.attention_layers
-    ]
+    for layer in model.attention_layers:
+        layer.bind(torch.full(layer.kv_cache_shape(3, BLOCK_SIZE), torch.nan).to(layer.kv_cache_dtype))
     tables = torch.tensor([[2, 0]])
     ours = []
     for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, len(token_ids)))]:
-        meta: AttentionMetadata = attention_metadata([(start, end)], tables, BLOCK_SIZE)
-        hidden = model.forward(torch.tensor(token_ids[start:end]), torch.arange(start, end), kv_cache, meta)
+        hidden = model.forward(model_inputs(token_ids[start:end], start, tables, BLOCK_SIZE))
         ours.append(model.logits(hidden))
     return torch.cat(ours)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 
 Span = tuple[int, int]
@@ -62,6 +62,16 @@ def attention_metadata(spans: list[Span], tables: torch.Tensor, block_size: int)
         block_table=tables.to(torch.int32),
         query_start_loc_cpu=starts,
         seq_lens_cpu=ends,
+    )
+
+
+def model_inputs(token_ids: list[int], start: int, tables: torch.Tensor, block_size: int) -> ModelInputs:
+    """Return a step of one request that computes these tokens, of which the first is at position `start`."""
+    end = start + len(token_ids)
+    return ModelInputs(
+        token_ids=torch.tensor(token_ids),
+        positions=torch.arange(start, end),
+        meta=attention_metadata([(start, end)], tables, block_size),
     )
 
 

@@ -17,6 +17,7 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 if TYPE_CHECKING:
+    from argosy_engine.attention.layer import Attention
     from argosy_engine.native.library import PackedLinear
 
 
@@ -68,9 +69,7 @@ class AttentionBackend(Protocol):
 class FusedDecoder(Protocol):
     """All layers of a decoder in one call."""
 
-    def __call__(
-        self, x: torch.Tensor, kv_cache: Sequence[torch.Tensor], meta: AttentionMetadata
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Turn embeddings x [T, hidden_size] into hidden states before the final norm, in place; returns x."""
         ...
 
@@ -102,7 +101,7 @@ class DecoderParts(NamedTuple):
 
     input_norm: DecoderNorm
     qkv: DecoderLinear
-    attention: AttentionImpl
+    attention: Attention
     output: DecoderLinear
     post_norm: DecoderNorm
     gate_up: DecoderLinear

@@ -39,7 +39,7 @@ class CpuBackend:
         return CpuAttention(self._kernels, self._dtype, params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> NativeDecoder | None:
-        attention = [layer.attention for layer in layers if isinstance(layer.attention, CpuAttention)]
+        attention = [impl for layer in layers if isinstance(impl := layer.attention.impl, CpuAttention)]
         if len(attention) < len(layers) or not all(each.norms_in_kernel for each in attention):
             return None
         return NativeDecoder(self._kernels, attention, layers) if all(map(_has_kernels, layers)) else None

@@ -1,4 +1,5 @@
-"""Attention: one layer's attention, the same module in every model. It knows its constants; a backend computes."""
+"""Attention: one layer's attention, the same module in every model. It knows its constants and its KV cache; a backend
+computes."""
 
 from __future__ import annotations
 
@@ -23,18 +24,25 @@ class Attention:
         self.params = params
         self.kv_cache_dtype = backend.kv_cache_dtype
         self.impl = backend.attention(params, weights)
+        self.kv_cache: torch.Tensor
+        """[2, num_blocks, block_size, num_kv_heads, head_dim], once it is bound."""
+        self.group = 0
+        """Index of its KV cache group."""
 
-    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
+    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
+        """Let the layer keep keys and values in this cache, whose slots are those of this KV cache group."""
+        self.kv_cache, self.group = kv_cache, group
+
+    def __call__(self, qkv: torch.Tensor, meta: AttentionMetadata) -> Activations:
         """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
 
         The result may be quantised, if the output projection wants it so.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous; may be changed in place.
-            kv_cache: this layer's, [2, num_blocks, block_size, num_kv_heads, head_dim].
-            meta: this layer's.
+            meta: of the step.
         """
-        return self.impl(qkv, kv_cache, meta)
+        return self.impl(qkv, self.kv_cache, meta.of_group(self.group))
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Return what the layer keeps in a block of `block_size` tokens."""

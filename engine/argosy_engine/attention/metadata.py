@@ -1,6 +1,8 @@
-"""AttentionMetadata: request, position and KV cache slot of each token in a step's flattened batch.
+"""ModelInputs: what the forward pass of a step reads. AttentionMetadata: request, position and KV cache slot of each
+token in its flattened batch.
 
-Built once per step and KV cache group. What kernels read are tensors on the device; names and dtypes are vLLM's.
+Metadata is built once per step and KV cache group. What kernels read are tensors on the device; names and dtypes are
+vLLM's.
 """
 
 from __future__ import annotations
@@ -32,11 +34,26 @@ class AttentionMetadata:
     """`query_start_loc` on the host; on a CPU the same memory."""
     seq_lens_cpu: NDArray[np.int32]
     """`seq_lens` on the host; on a CPU the same memory."""
-    layers: tuple[AttentionMetadata, ...] = ()
-    """Metadata of each layer, if the layers belong to several KV cache groups, which differ only in slots and block
-    tables. Empty otherwise."""
+    groups: tuple[AttentionMetadata, ...] = ()
+    """Metadata of each KV cache group, if there are several. They differ only in slots and block tables. Empty
+    otherwise."""
     shared: dict[Any, Any] = field(default_factory=dict)
     """What a backend has derived from this metadata, for the layers after the first."""
 
-    def of_layer(self, index: int) -> AttentionMetadata:
-        return self.layers[index] if self.layers else self
+    def of_group(self, index: int) -> AttentionMetadata:
+        """Return the metadata of a KV cache group, for its layers."""
+        return self.groups[index] if self.groups else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """A step's flattened batch of T tokens, as a model reads it."""
+
+    token_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]; for M-RoPE [3, T]."""
+    meta: AttentionMetadata
+    hidden: torch.Tensor | None = None
+    """[T, hidden_size], instead of the tokens' embeddings: what the previous stage of a pipeline has returned. May be
+    changed in place. None: the model embeds the tokens."""

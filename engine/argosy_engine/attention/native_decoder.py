@@ -18,7 +18,7 @@ from argosy_engine.native.allocation import allocate
 from argosy_engine.native.library import AttentionLayerStruct, DecoderLayerStruct, Kernels, StepStruct
 
 
-class BoundAttention(Protocol):
+class KernelAttention(Protocol):
     """A layer's attention by the kernels."""
 
     layer: AttentionLayerStruct
@@ -35,11 +35,11 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, loaded: Kernels, attention: Sequence[BoundAttention], layers: Sequence[DecoderParts]
+        self, loaded: Kernels, attention: Sequence[KernelAttention], layers: Sequence[DecoderParts]
     ) -> None:
         self._kernels = loaded
         self._attention = attention
-        self._kept_alive = layers
+        self._layers = layers
         self._eps = layers[0].input_norm.eps
         self._structs = (DecoderLayerStruct * len(layers))(
             *(_struct(each.layer, layer) for each, layer in zip(attention, layers, strict=True))
@@ -47,12 +47,10 @@ class NativeDecoder:
         self._steps = (POINTER(StepStruct) * len(layers))()
         self._scratch = torch.empty(0, dtype=layers[0].input_norm.weight.dtype)
 
-    def __call__(
-        self, x: torch.Tensor, kv_cache: Sequence[torch.Tensor], meta: AttentionMetadata
-    ) -> torch.Tensor:
-        for index, attention in enumerate(self._attention):
-            attention.bind(kv_cache[index])
-            self._steps[index] = pointer(native_step(meta.of_layer(index)))
+    def __call__(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        for index, (attention, layer) in enumerate(zip(self._attention, self._layers, strict=True)):
+            attention.bind(layer.attention.kv_cache)
+            self._steps[index] = pointer(native_step(meta.of_group(layer.attention.group)))
         wanted = self._kernels.decoder_scratch(self._structs[0], *x.shape)
         if len(self._scratch) < wanted:
             self._scratch = allocate((wanted,), x.dtype)

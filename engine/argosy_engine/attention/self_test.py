@@ -184,8 +184,9 @@ class _TestLayer:
         shape = attention.kv_cache_shape(self._num_blocks, self._block_size)
         # Stale values, NaN included, must not reach a result.
         kv_cache = torch.full(shape, torch.nan, device=self._device).to(attention.kv_cache_dtype)
+        attention.bind(kv_cache)
         return [
-            attention(qkv[: _num_tokens(step)].to(dtype, copy=True), kv_cache, self._metadata(step))
+            attention(qkv[: _num_tokens(step)].to(dtype, copy=True), self._metadata(step))
             for qkv, step in zip(self._qkv, steps, strict=False)
         ]
 

@@ -7,13 +7,11 @@ soft-caps logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
@@ -100,7 +98,6 @@ class GemmaLayer:
         self,
         x: torch.Tensor | None,
         residual: torch.Tensor,
-        kv_cache: torch.Tensor,
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         """Run the layer; return what the next one gets as x. All tensors are [T, hidden_size].
@@ -114,7 +111,7 @@ class GemmaLayer:
             qkv = self.qkv(self.input_norm(residual))
         else:
             qkv = self._project(self, x, residual)
-        attended = self.output(self.attention(qkv, kv_cache, meta))
+        attended = self.output(self.attention(qkv, meta))
         return self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual))
 
     def project(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -160,18 +157,13 @@ class Gemma:
     def attention_layers(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        residual = self.embedding(token_ids) * self.embedding_scale if hidden is None else hidden
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        residual = inputs.hidden
+        if residual is None:
+            residual = self.embedding(inputs.token_ids) * self.embedding_scale
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x = layer(x, residual, kv_cache[index], meta.of_layer(index))
+        for layer in self.layers:
+            x = layer(x, residual, inputs.meta)
         return residual if x is None else residual.add_(self.layers[-1].post_mlp_norm(x))
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

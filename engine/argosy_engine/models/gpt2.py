@@ -5,13 +5,11 @@ Its checkpoints store projections as Conv1D weights [in, out], the transpose of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
@@ -45,9 +43,7 @@ class GPT2Layer:
         self._feed_forward = factory.part(GPT2Layer.feed_forward)
         self._widths = hidden, hidden
 
-    def __call__(
-        self, x: torch.Tensor | None, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None, hidden: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Run the layer; return what the next one gets as x. All tensors are [T, hidden_size].
 
         Args:
@@ -55,7 +51,7 @@ class GPT2Layer:
             hidden: updated in place.
         """
         qkv = self.attend.qkv(self.norm_1(hidden)) if x is None else self._project(self, x, hidden)
-        attended = self.attend.of_projected(qkv, kv_cache, meta)
+        attended = self.attend.of_projected(qkv, meta)
         return self.down.sum_ranks(self._feed_forward(self, attended, hidden))
 
     def project(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,19 +92,13 @@ class GPT2:
     def attention_layers(self) -> list[Attention]:
         return [layer.attend.attention for layer in self.layers]
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        hidden = inputs.hidden
         if hidden is None:
-            hidden = self.embedding(token_ids) + F.embedding(positions, self.positions)
+            hidden = self.embedding(inputs.token_ids) + F.embedding(inputs.positions, self.positions)
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x = layer(x, hidden, kv_cache[index], meta.of_layer(index))
+        for layer in self.layers:
+            x = layer(x, hidden, inputs.meta)
         return hidden if x is None else hidden.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -46,12 +46,10 @@ class MultiHeadAttention:
         self.output = output
         self.attention = attention
 
-    def __call__(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Attend from x [T, hidden_size]; the output has the same shape."""
-        return self.of_projected(self.qkv(x), kv_cache, meta)
+        return self.of_projected(self.qkv(x), meta)
 
-    def of_projected(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
+    def of_projected(self, qkv: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """The same from the projections to q, k and v."""
-        return self.output(self.attention(qkv, kv_cache, meta))
+        return self.output(self.attention(qkv, meta))

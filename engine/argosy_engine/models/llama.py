@@ -6,14 +6,14 @@ fused (q, k, v; gate, up), so a layer takes four matrix products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
@@ -106,7 +106,7 @@ class DecoderLayer:
         return DecoderParts(
             self.input_norm,
             self.qkv,
-            self.attention.impl,
+            self.attention,
             self.output,
             self.post_norm,
             self.mlp.gate_up,
@@ -117,7 +117,6 @@ class DecoderLayer:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        kv_cache: torch.Tensor,
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair.
@@ -128,7 +127,7 @@ class DecoderLayer:
             residual, qkv = x, self.qkv(self.input_norm(x))
         else:
             qkv = self._project(self, x, residual)
-        attended = self.output(self.attention(qkv, kv_cache, meta))
+        attended = self.output(self.attention(qkv, meta))
         if isinstance(self.mlp, GatedMLP):
             return self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual)), residual
         return self.mlp(self.post_norm.after_adding(attended, residual), meta.slot_mapping), residual
@@ -181,21 +180,14 @@ class Llama:
     def attention_layers(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T]; see `CausalLM.forward`."""
-        x = self.embedding(token_ids) if hidden is None else hidden
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
+        x = self.embedding(inputs.token_ids) if inputs.hidden is None else inputs.hidden
         if self.fused is not None:
-            return self.fused(x, kv_cache, meta)
+            return self.fused(x, inputs.meta)
         residual: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, kv_cache[index], meta.of_layer(index))
+        for layer in self.layers:
+            x, residual = layer(x, residual, inputs.meta)
         return x if residual is None else residual.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

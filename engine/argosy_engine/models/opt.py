@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
@@ -42,7 +40,7 @@ class OPTLayer:
         self._widths = hidden, hidden
 
     def __call__(
-        self, x: torch.Tensor | None, hidden: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self, x: torch.Tensor | None, hidden: torch.Tensor, meta: AttentionMetadata
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Run the layer; return what the next one gets as x and hidden. All tensors are [T, hidden_size].
 
@@ -51,10 +49,10 @@ class OPTLayer:
             hidden: may be updated in place.
         """
         if not self.norm_before:
-            hidden = self.attention_norm(hidden + self.attend(hidden, kv_cache, meta))
+            hidden = self.attention_norm(hidden + self.attend(hidden, meta))
             return None, self.mlp_norm(hidden + self.down(self.activation(self.up(hidden))))
         qkv = self.attend.qkv(self.attention_norm(hidden)) if x is None else self._project(self, x, hidden)
-        attended = self.attend.of_projected(qkv, kv_cache, meta)
+        attended = self.attend.of_projected(qkv, meta)
         return self.down.sum_ranks(self._feed_forward(self, attended, hidden)), hidden
 
     def project(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -105,22 +103,16 @@ class OPT:
     def attention_layers(self) -> list[Attention]:
         return [layer.attend.attention for layer in self.layers]
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        hidden = inputs.hidden
         if hidden is None:
-            hidden = self.embedding(token_ids)
+            hidden = self.embedding(inputs.token_ids)
             if self.project_in is not None:
                 hidden = self.project_in(hidden)
-            hidden = hidden + F.embedding(positions + _POSITION_OFFSET, self.positions)
+            hidden = hidden + F.embedding(inputs.positions + _POSITION_OFFSET, self.positions)
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, hidden = layer(x, hidden, kv_cache[index], meta.of_layer(index))
+        for layer in self.layers:
+            x, hidden = layer(x, hidden, inputs.meta)
         return hidden if x is None else hidden.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

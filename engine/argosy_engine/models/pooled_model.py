@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.layers.embedding import Embedding
 from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.layers.layer_factory import LayerFactory
@@ -55,16 +55,9 @@ class PooledModel:
     def attention_layers(self) -> Sequence[Attention]:
         return self._decoder.attention_layers
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states; see `CausalLM.forward`."""
-        return self._decoder.forward(token_ids, positions, kv_cache, meta, hidden)
+        return self._decoder.forward(inputs)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._decoder.last_hidden_state(hidden)

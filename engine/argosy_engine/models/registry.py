@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from argosy_engine.attention.layer import Attention
-    from argosy_engine.attention.metadata import AttentionMetadata
+    from argosy_engine.attention.metadata import ModelInputs
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
     from argosy_engine.model_configs.model_config import ModelConfig
@@ -39,22 +39,12 @@ class CausalLM(Protocol):
 
     @property
     def attention_layers(self) -> Sequence[Attention]:
-        """The attention of each layer, in the order of `kv_cache`."""
+        """The attention of each layer."""
         ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size] of token_ids [T] at positions [T], before the final norm.
-
-        kv_cache: one tensor per layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
-        hidden: what the previous stage of a pipeline has returned; the first stage embeds the tokens. May be changed.
-        """
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Compute hidden states [T, hidden_size], before the final norm. Every attention layer must have its cache
+        (`Attention.bind`)."""
         ...
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,17 +12,15 @@ of tokens and requests only, and the operations on nothing, as CUDA graphs need 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.worker.device_runtime import DeviceRuntime
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.staging_buffer import StagingBuffer, padded_bytes
 from argosy_engine.worker.step_arrays import Ints, StepArrays
-from argosy_engine.worker.step_inputs import StepTensors, with_layers
+from argosy_engine.worker.step_inputs import StepTensors, with_groups
 
 _MAX_UPDATES = 1 << 16
 """Entries of block tables that travel with a step. More (many long prompts found in the prefix cache) go before it in
@@ -36,14 +34,12 @@ class DeviceInputs:
 
     Args:
         batch: must track its changed blocks.
-        group_of_layer: KV cache group of each layer.
         max_num_tokens: most tokens of a step.
     """
 
     def __init__(
         self,
         batch: InputBatch,
-        group_of_layer: Sequence[int],
         block_size: int,
         *,
         max_num_tokens: int,
@@ -54,7 +50,6 @@ class DeviceInputs:
         rows = num_slots
         max_num_tokens = max(max_num_tokens, rows)
         self._batch = batch
-        self._group_of_layer = group_of_layer
         self._block_size = block_size
         self._padding = num_slots
         """Row of the last tokens and of the block tables that padding reads: token 0, null blocks."""
@@ -129,8 +124,8 @@ class DeviceInputs:
             )
             for group in range(num_groups)
         ]
-        meta = with_layers(metas, self._group_of_layer)
-        return StepTensors(token_ids, positions, meta, sampled_tokens, staged_rows)
+        inputs = ModelInputs(token_ids=token_ids, positions=positions, meta=with_groups(metas))
+        return StepTensors(inputs, sampled_tokens, staged_rows)
 
     def keep(self, slots: Ints, token_ids: torch.Tensor) -> None:
         assert self._sampled_slots is not None

@@ -1,4 +1,4 @@
-"""KV cache tensors: the groups of a model's layers, and one view of the shared storage per layer."""
+"""KV cache tensors: the groups of a model's layers, and each layer's view of the shared storage."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def stage_groups(
     return groups_of_layers(groups, own)
 
 
-def allocate_kv_cache(
+def bind_kv_cache(
     model: CausalLM, groups: Sequence[KVCacheGroup], num_blocks: int, block_size: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Allocate the pool and return each layer's view of it, [2, num_blocks, block_size, num_kv_heads, head_dim].
+) -> None:
+    """Allocate the pool and give each layer its view of it, [2, num_blocks, block_size, num_kv_heads, head_dim].
 
     The i-th layers of all groups view the same bytes, because a block belongs to one group at a time. On a CPU the
     memory is not committed until it is used.
@@ -46,9 +46,8 @@ def allocate_kv_cache(
         storage = allocate(shape, torch.uint8)
     else:
         storage = torch.zeros(shape, dtype=torch.uint8, device=device)
-    views: dict[int, torch.Tensor] = {}
-    for group in groups:
-        for pages, index in zip(storage, group.layers, strict=False):
-            layer = model.attention_layers[index]
-            views[index] = pages.view(layer.kv_cache_dtype).view(layer.kv_cache_shape(num_blocks, block_size))
-    return [views[index] for index in range(len(views))]
+    layers = model.attention_layers
+    for index, group in enumerate(groups):
+        for pages, layer in zip(storage, (layers[each] for each in group.layers), strict=False):
+            view = pages.view(layer.kv_cache_dtype).view(layer.kv_cache_shape(num_blocks, block_size))
+            layer.bind(view, index)

@@ -1,7 +1,7 @@
 """ModelRunner: turns a SchedulerOutput into tensors, runs the forward pass and samples.
 
-It owns the KV cache tensor and the input batch. On the host a step becomes numpy arrays (`step_arrays`), whatever the
-device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
+It allocates the KV cache, which the model's layers hold, and owns the input batch. On the host a step becomes numpy
+arrays (`step_arrays`), whatever the device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime
 from argosy_engine.worker.host_copies import HostCopies
 from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.kv_cache import allocate_kv_cache, layer_groups
+from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
 from argosy_engine.worker.pipeline import Pipeline
 from argosy_engine.worker.pooler import Pooler
@@ -82,10 +82,7 @@ class ModelRunner:
         self.device = device
         self.block_size = block_size
         self.groups = tuple(groups or layer_groups(model, block_size))
-        self.kv_cache = allocate_kv_cache(model, self.groups, num_blocks, block_size, device)
-        """One tensor [2, num_blocks, block_size, num_kv_heads, head_dim] per layer."""
-        group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        group_of_layer = [group_of[layer] for layer in range(len(group_of))]
+        bind_kv_cache(model, self.groups, num_blocks, block_size, device)
         if runtime is None and device.type == "cuda":
             runtime = CudaRuntime(device)
         self.batch = InputBatch(
@@ -98,11 +95,10 @@ class ModelRunner:
             sampling,
             tracks_blocks=runtime is not None,
         )
-        self._inputs: StepInputs = HostInputs(self.batch, group_of_layer, block_size)
+        self._inputs: StepInputs = HostInputs(self.batch, block_size)
         if runtime is not None:
             self._inputs = DeviceInputs(
                 self.batch,
-                group_of_layer,
                 block_size,
                 max_num_tokens=max_num_batched_tokens,
                 device=device,
@@ -204,7 +200,7 @@ class ModelRunner:
         if self._exchange is not None:
             self._exchange.begin(num_rows)
         forward = self.model.forward if self._pipeline is None else self._pipeline.forward
-        return forward(tensors.token_ids, tensors.positions, self.kv_cache, tensors.meta)
+        return forward(tensors.inputs)
 
     def _apply(self, step: SchedulerOutput) -> None:
         """Apply the scheduler's diff to the input batch."""

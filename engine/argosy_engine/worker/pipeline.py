@@ -6,11 +6,11 @@ exchange is no part of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.models.registry import CausalLM
 
@@ -49,19 +49,14 @@ class Pipeline:
         if self._received is not None:
             self._communicator.receive(self._received[:num_tokens], self._communicator.rank - 1)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: Sequence[torch.Tensor],
-        meta: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute the stage's hidden states [T, hidden_size] from what it has received, valid until the next `receive`.
 
-        Arguments: `CausalLM.forward`.
+        Argument: `CausalLM.forward`.
         """
-        hidden = None if self._received is None else self._received[: len(token_ids)]
-        return self._model.forward(token_ids, positions, kv_cache, meta, hidden)
+        if self._received is not None:
+            inputs = replace(inputs, hidden=self._received[: len(inputs.token_ids)])
+        return self._model.forward(inputs)
 
     def send(self, hidden: torch.Tensor) -> None:
         """Send hidden states [T, hidden_size] to the stage after, if there is one."""

@@ -12,19 +12,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.worker.input_batch import InputBatch
 from argosy_engine.worker.step_arrays import Ints, StepArrays
 
 
 class StepTensors(NamedTuple):
-    """What the forward pass of a step reads."""
+    """What forward pass and sampling of a step read."""
 
-    token_ids: torch.Tensor
-    """int64 [T]"""
-    positions: torch.Tensor
-    """int64 [T]"""
-    meta: AttentionMetadata
+    inputs: ModelInputs
     sampled_tokens: torch.Tensor | None
     """int64, `SampledRows.tokens`. None: the logits of all tokens are needed (but not of padding), or of none."""
     staged_rows: torch.Tensor | None = None
@@ -51,9 +47,8 @@ class StepInputs(Protocol):
 class HostInputs:
     """Inputs on a CPU: tensors share the memory of numpy arrays."""
 
-    def __init__(self, batch: InputBatch, group_of_layer: Sequence[int], block_size: int) -> None:
+    def __init__(self, batch: InputBatch, block_size: int) -> None:
         self._batch = batch
-        self._group_of_layer = group_of_layer
         self._block_size = block_size
         self._last_tokens = np.zeros(batch.num_slots, np.int64)
 
@@ -87,9 +82,7 @@ class HostInputs:
         wanted = step.sampled.tokens
         has_subset = 0 < len(wanted) < step.num_tokens
         return StepTensors(
-            torch.from_numpy(token_ids),
-            positions,
-            with_layers(metas, self._group_of_layer),
+            ModelInputs(token_ids=torch.from_numpy(token_ids), positions=positions, meta=with_groups(metas)),
             torch.from_numpy(wanted) if has_subset else None,
         )
 
@@ -97,8 +90,6 @@ class HostInputs:
         self._last_tokens[slots] = token_ids.numpy()
 
 
-def with_layers(metas: Sequence[AttentionMetadata], group_of_layer: Sequence[int]) -> AttentionMetadata:
+def with_groups(metas: Sequence[AttentionMetadata]) -> AttentionMetadata:
     """Return the metadata of a step from that of its KV cache groups."""
-    if len(metas) == 1:
-        return metas[0]
-    return replace(metas[0], layers=tuple(metas[group] for group in group_of_layer))
+    return metas[0] if len(metas) == 1 else replace(metas[0], groups=tuple(metas))
