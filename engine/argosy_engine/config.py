@@ -13,7 +13,14 @@ from msgspec import Meta, Struct
 from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
-from argosy_engine.model_configs.model_use import Convert, HfOverrides, ModelUse, PoolerConfig, Runner
+from argosy_engine.model_configs.model_use import (
+    Convert,
+    HfOverrides,
+    ModelImpl,
+    ModelUse,
+    PoolerConfig,
+    Runner,
+)
 from argosy_engine.parallel_flags import REQUEST_STALL_TIMEOUT, check_parallel_flags
 from argosy_engine.request_defaults import (
     MAX_TEMPLATE_BYTES,
@@ -120,6 +127,14 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         DType,
         Meta(description="auto: the checkpoint's; on a CPU without bf16 instructions float32"),
         Flag(aliases=(("half", "float16"), ("float", "float32"))),
+    ] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        Meta(
+            description="whose modelling code runs: argosy (ours) or transformers (its own, over our KV cache; needs "
+            "the extra `transformers`); auto: argosy if it has the architecture, else transformers"
+        ),
+        Flag(aliases=(("vllm", "argosy"),)),
     ] = "auto"
     runner: Annotated[
         Runner,
@@ -505,6 +520,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             convert=self.convert,
             pooler_config=self.pooler_config or PoolerConfig(),
             hf_overrides=HfOverrides.of(self.hf_overrides or {}),
+            model_impl=self.model_impl,
         )
 
     @property

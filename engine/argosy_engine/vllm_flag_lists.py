@@ -118,7 +118,6 @@ RARE_WITHOUT_EFFECT = (
     ),
     VllmFlag("renderer-num-workers", "short prompts need no thread, and long ones have their own"),
     VllmFlag("model-loader-extra-config", "weights are read in parallel in any case"),
-    VllmFlag("model-impl", "there is one implementation of every model"),
     VllmFlag("code-revision", "a checkpoint's code is never run; the engine's own model is"),
     VllmFlag("ignore-patterns", "only the files that are needed are fetched", is_list=True),
     VllmFlag("use-tqdm-on-load", "a terminal gets a bar while the model is loaded", True),

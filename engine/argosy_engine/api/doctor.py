@@ -1,9 +1,10 @@
 """`argosy doctor MODEL`: prints device, attention backend and the memory budget of a start with these flags.
 
 Reads config.json and the safetensors headers, of a remote model nothing else, whose files its source is asked for;
-imports no torch and starts no device. A folder without tokenizer, or with missing or damaged weights, is refused.
-The KV cache is sized by the function the worker uses, from an estimate of the activations, so a start with the same
-memory free agrees with it. Without a model the built-in one is taken, which shows the device.
+starts no device, and imports torch only to follow transformers' modelling code. A folder without tokenizer, or with
+missing or damaged weights, is refused. The KV cache is sized by the function the worker uses, from an estimate of the
+activations, so a start with the same memory free agrees with it. Without a model the built-in one is taken, which shows
+the device.
 
 Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, or a
 model or device that cannot work.
@@ -33,6 +34,7 @@ from argosy_engine.model_configs.quantization_config import (
 )
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import MemoryBudget
@@ -122,12 +124,17 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
         if has_weights:
-            check_names(path, config, elements)
+            if not isinstance(config, TransformersConfig):  # whose loader knows other names
+                check_names(path, config, elements)
             if not is_remote(args):  # of which there are headers only
                 config = with_stored_head(path, config)
     ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
     check_tensor_parallel(config, ranks, args.enable_expert_parallel, args.data_parallel_size)
     check_pipeline_parallel(config, stages)
+    if isinstance(config, TransformersConfig):
+        from argosy_engine.models.loader import complete_config  # which imports torch
+
+        config = complete_config(config)
     elements = stage_elements(config, elements, stages)
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:

@@ -17,7 +17,6 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 if TYPE_CHECKING:
-    from argosy_engine.attention.layer import Attention
     from argosy_engine.native.library import PackedLinear
 
 
@@ -45,6 +44,9 @@ class AttentionWeights(NamedTuple):
     """float32 [1]: an FP8 KV cache stores key / k_scale. None: the cache has the model's dtype."""
     v_scale: torch.Tensor | None = None
     """The same for the values."""
+    sinks: torch.Tensor | None = None
+    """float32 [num_heads]: a score per head that takes its share of the probabilities and has no value. None: there are
+    none."""
     output_quantization: RowQuantization | None = None
     """How the output projection wants its inputs. A backend may leave the quantisation to it."""
 
@@ -96,12 +98,20 @@ class DecoderLinear(Protocol):
         ...
 
 
+class DecoderAttention(Protocol):
+    """A layer's attention (`layer.Attention`), as far as `fuse_decoder` looks at it."""
+
+    impl: AttentionImpl
+    kv_cache: torch.Tensor
+    group: int
+
+
 class DecoderParts(NamedTuple):
     """The parts of one Llama-style layer: norm, attention with its projections, norm, gated MLP."""
 
     input_norm: DecoderNorm
     qkv: DecoderLinear
-    attention: Attention
+    attention: DecoderAttention
     output: DecoderLinear
     post_norm: DecoderNorm
     gate_up: DecoderLinear

@@ -21,6 +21,10 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
     """Number of tokens that a token attends to, itself included; None: all tokens before it."""
     logit_softcap: float | None = None
     """Scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118)."""
+    chunk_size: int | None = None
+    """A token attends to those before it in its chunk of this many positions (Llama 4); None: there are no chunks."""
+    has_sinks: bool = False
+    """Whether each head has a score for no token, `AttentionWeights.sinks` (gpt-oss, arXiv 2309.17453)."""
 
     def of_rank(self, tensor_parallel_size: int) -> AttentionParams:
         """Return the constants of the heads that one of several tensor-parallel ranks computes. All ranks have as many;

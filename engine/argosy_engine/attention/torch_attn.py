@@ -71,6 +71,8 @@ class TorchAttention:
         self.scale = params.scale
         self.sliding_window = params.sliding_window
         self.logit_softcap = params.logit_softcap
+        self.chunk_size = params.chunk_size
+        self._sinks = weights.sinks
         self._split = [params.num_heads, params.num_kv_heads, params.num_kv_heads]
         self._weights = weights
 
@@ -148,6 +150,8 @@ class TorchAttention:
         hidden = positions >= seq_lens
         if self.sliding_window is not None:
             hidden |= positions < seq_lens - self.sliding_window
+        if self.chunk_size is not None:
+            hidden |= positions < (seq_lens - 1) // self.chunk_size * self.chunk_size
         k = _read(kv_cache[0], tables, self._weights.k_scale, q.dtype).view(shape).permute(0, 2, 3, 1)
         # Hidden positions may hold stale values, and a probability of zero times NaN is NaN.
         v = _read(kv_cache[1], tables, self._weights.v_scale, q.dtype).view(shape)
@@ -155,7 +159,8 @@ class TorchAttention:
         # matmul + softmax, not SDPA: with one query per row it is about twice as fast on a CPU.
         scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
         scores = self._cap(scores).masked_fill_(hidden[:, None, None, :], float("-inf"))
-        probs = torch.softmax(scores, dim=-1).to(q.dtype)
+        scores = scores.view(batch, self.num_heads, 1, -1)
+        probs = self._probabilities(scores).to(q.dtype).view(batch, self.num_kv_heads, groups, -1)
         return torch.matmul(probs, v.permute(0, 2, 1, 3)).view(batch, self.num_heads, self.head_dim)
 
     def _prefill(
@@ -171,22 +176,31 @@ class TorchAttention:
         k = _read(kv_cache[0], blocks, self._weights.k_scale, q.dtype).view(shape)[seen].transpose(0, 1)
         v = _read(kv_cache[1], blocks, self._weights.v_scale, q.dtype).view(shape)[seen].transpose(0, 1)
         num_seen = seq_len - first
-        if self.logit_softcap is None and self._sees_all_before(num_new, num_seen):
+        if not self._needs_scores and self._sees_all_before(num_new, num_seen):
             return self._attend(q, k, v)
         # The scores are materialised here, so run a few queries at a time, against the keys up to the last of them.
         size = max(WORKSPACE_BYTES // (4 * self.num_heads * num_seen), 1)
         parts, end = [], num_seen - num_new
         for part in q.split(size):
             end += len(part)
-            parts.append(self._attend(part, k[:, :end], v[:, :end]))
+            parts.append(self._attend(part, k[:, :end], v[:, :end], first))
         return torch.cat(parts)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend from the last queries [new, num_heads, head_dim] to k and v [num_kv_heads, seq_len, head_dim]."""
+    @property
+    def _needs_scores(self) -> bool:
+        """Whether SDPA, which does not tell the scores, cannot compute it."""
+        return self.logit_softcap is not None or self._sinks is not None
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Attend from the last queries [new, num_heads, head_dim] to k and v [num_kv_heads, seq_len, head_dim].
+
+        Args:
+            first: position of the first key.
+        """
         q = q.transpose(0, 1)
-        if self.logit_softcap is not None:
-            return self._attend_capped(q, k, v).transpose(0, 1)
-        mask = self._visible(q.shape[1], k.shape[1], q.device)
+        if self._needs_scores:
+            return self._attend_by_scores(q, k, v, first).transpose(0, 1)
+        mask = self._visible(q.shape[1], k.shape[1], q.device, first)
         out = F.scaled_dot_product_attention(
             q.unsqueeze(0),
             k.unsqueeze(0),
@@ -198,8 +212,10 @@ class TorchAttention:
         )
         return out.squeeze(0).transpose(0, 1)
 
-    def _attend_capped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend with a soft cap, which SDPA does not support.
+    def _attend_by_scores(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Attend with a soft cap or sinks, which SDPA does not support.
 
         q is [num_heads, new, head_dim], k and v are [num_kv_heads, seq_len, head_dim].
         """
@@ -207,13 +223,20 @@ class TorchAttention:
         grouped = q.reshape(self.num_kv_heads, -1, self.head_dim)
         scores = torch.matmul(grouped, k.transpose(1, 2)).float() * self.scale
         scores = self._cap(scores).view(self.num_heads, num_new, seq_len)
-        mask = self._visible(num_new, seq_len, q.device)
+        mask = self._visible(num_new, seq_len, q.device, first)
         if mask is None:
             mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=q.device).tril()
-        probs = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1).to(q.dtype)
+        probs = self._probabilities(scores.masked_fill_(~mask, float("-inf"))).to(q.dtype)
         return torch.matmul(probs.view(self.num_kv_heads, -1, seq_len), v).view(q.shape)
 
-    def _visible(self, num_new: int, seq_len: int, device: torch.device) -> torch.Tensor | None:
+    def _probabilities(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the softmax of scores [..., num_heads, queries, keys] over the keys and the head's sink."""
+        if self._sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self._sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+
+    def _visible(self, num_new: int, seq_len: int, device: torch.device, first: int) -> torch.Tensor | None:
         """Return the mask of the tokens that each of the last num_new tokens attends to, bool [num_new, seq_len].
 
         None means plain causal attention without context.
@@ -223,11 +246,17 @@ class TorchAttention:
         context, window = seq_len - num_new, self.sliding_window
         # The causal mask is aligned bottom-right: query i sees the context and the new tokens up to itself.
         mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=device).tril(context)
-        return mask if window is None else mask.triu(context - window + 1)
+        if window is not None:
+            mask = mask.triu(context - window + 1)
+        if self.chunk_size is not None:
+            chunks = torch.arange(first, first + seq_len, device=device) // self.chunk_size
+            mask &= chunks[context:, None] == chunks
+        return mask
 
     def _sees_all_before(self, num_new: int, seq_len: int) -> bool:
-        """Whether all tokens are new and within the window, so that SDPA needs no mask."""
-        return num_new == seq_len and (self.sliding_window is None or self.sliding_window >= seq_len)
+        """Whether all tokens are new and within window and chunk, so that SDPA needs no mask."""
+        reach = min(self.sliding_window or seq_len, self.chunk_size or seq_len)
+        return num_new == seq_len and reach >= seq_len
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         cap = self.logit_softcap

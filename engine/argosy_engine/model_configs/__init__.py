@@ -5,6 +5,7 @@
     gemma_config           Gemma 2 and the text part of Gemma 3
     gpt2_config            GPT-2
     opt_config             OPT
+    transformers_config    decoders of transformers' modelling code
     rope_config            the rotary embedding
     quantization_config    how a checkpoint is quantised
     pooling_spec           what a model computes that is served for pooling

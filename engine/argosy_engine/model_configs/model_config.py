@@ -34,6 +34,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     refused_dtypes: ClassVar[Mapping[str, str]] = {}
     """Maps dtypes that the family cannot run in to the reason."""
+    undivided: ClassVar[str | None] = None
+    """Why the family cannot be divided among devices; None: it can."""
 
     architecture: str
     vocab_size: Size

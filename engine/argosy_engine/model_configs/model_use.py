@@ -16,6 +16,7 @@ from argosy_engine.model_configs.pooling_spec import PoolingTask
 
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
+ModelImpl = Literal["auto", "argosy", "transformers"]
 SequencePooling = Literal["LAST", "MEAN", "CLS"]
 Finite = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -100,6 +101,7 @@ class ModelUse(Struct, frozen=True, kw_only=True):
     convert: Convert = "auto"
     pooler_config: PoolerConfig = PoolerConfig()
     hf_overrides: HfOverrides = HfOverrides()
+    model_impl: ModelImpl = "auto"
 
 
 AS_IT_IS = ModelUse()

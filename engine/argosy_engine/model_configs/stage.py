@@ -54,6 +54,10 @@ def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
     Raises:
         ConfigError: it has fewer layers.
     """
+    if config.undivided is not None and size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size}: {config.undivided}; leave it out, or use --data-parallel-size"
+        )
     if size > config.num_hidden_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {size} exceeds the model's {config.num_hidden_layers} layers; use at most as "

@@ -7,7 +7,10 @@
     gpt2, opt              GPT-2, OPT
     gpt2_layers            layers of these two
 
-    pooled_model           one of these without its output head, for embeddings and labels
+    transformers_model     any other decoder, by transformers' modelling code
+    transformers_probe     holds it against transformers' own attention before it is served
+
+    pooled_model           one of ours without its output head, for embeddings and labels
 
     config_file            reads and checks config.json
     pooling_file           finds out whether a checkpoint pools, and how

@@ -14,7 +14,7 @@ import msgspec
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, read_json
-from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
+from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
 from argosy_engine.models import registry
@@ -40,7 +40,9 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
         for name in ("generation_config.json", "hf_quant_config.json")
     )
     try:
-        config = parse_config(raw, generation, quantization)
+        config = parse_config(
+            raw, generation, quantization, AS_IT_IS.model_impl if use is None else use.model_impl
+        )
     except ConfigError as error:
         raise ConfigError(f"{file}{' with --hf-overrides' if overrides else ''}: {error}") from None
     if use is None:
@@ -55,9 +57,15 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
 
 
 def parse_config(
-    raw: RawConfig, generation: Mapping[str, Any], hf_quant_config: Mapping[str, Any]
+    raw: RawConfig,
+    generation: Mapping[str, Any],
+    hf_quant_config: Mapping[str, Any],
+    model_impl: ModelImpl = "auto",
 ) -> ModelConfig:
     """Parse the contents of config.json, generation_config.json and hf_quant_config.json; the last two may be empty.
+
+    Args:
+        model_impl: `--model-impl`.
 
     Raises:
         ConfigError: as `load_model_config`.
@@ -66,7 +74,7 @@ def parse_config(
         raw = _WatchedConfig(raw)
     _refuse_code(raw)
     architecture = _architecture(raw)
-    config_class = registry.config_class(architecture)
+    config_class = registry.config_class(architecture, model_impl)
     common = {
         "architecture": architecture,
         "dtype": _dtype(raw),
@@ -76,7 +84,7 @@ def parse_config(
         "quantization": parse_quantization(raw, hf_quant_config),
     }
     try:
-        fields = config_class.fields_of(raw.with_architecture(registry.generating_architecture(architecture)))
+        fields = config_class.fields_of(raw.with_architecture(registry.decoder_of(architecture, model_impl)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
     return config_class.of({**fields, **common})
@@ -136,9 +144,7 @@ def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
         if is_nested and isinstance(value, dict) and isinstance(own.get(name), dict):
             changed[name] = {**own[name], **value}
     before, after = _architecture(own), _architecture(changed)
-    if before != after and registry.generating_architecture(before) != registry.generating_architecture(
-        after
-    ):
+    if before != after and registry.decoder_of(before) != registry.decoder_of(after):
         raise ConfigError(f"--hf-overrides: {after} is not a {before} with another head")
     return _WatchedConfig(changed)
 

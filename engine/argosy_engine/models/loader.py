@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
@@ -26,6 +27,7 @@ from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models import registry
 from argosy_engine.models.pooled_model import PooledModel
 from argosy_engine.models.registry import CausalLM
@@ -45,6 +47,19 @@ class LoadedModel:
     model: CausalLM
     elements: dict[str, int]
     """Number of elements that the model took of each tensor, by name."""
+
+
+def complete_config(config: ModelConfig) -> ModelConfig:
+    """Return the config with the attention of its layers, which those of our own families tell by themselves.
+
+    Raises:
+        ConfigError: transformers' model computes something that this engine does not.
+    """
+    if not isinstance(config, TransformersConfig):
+        return config
+    from argosy_engine.models.transformers_model import follow
+
+    return follow(config)
 
 
 def plan_weights(
@@ -109,8 +124,21 @@ def load_model(
         raise ConfigError(
             f"{config.architecture} cannot run in {name}: {reason}; use --dtype bfloat16 or float32"
         )
-    model_class = registry.model_class(config.architecture)
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
+    if isinstance(config, TransformersConfig):
+        return _load_transformers(
+            path,
+            config,
+            backend,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            has_fp8_kv_cache=has_fp8_kv_cache,
+            seed=seed if load_format == "dummy" else None,
+            compiler=compiler,
+            on_read=on_read,
+        )
+    model_class = registry.model_class(config.architecture)
     method = linear_method(
         config,
         quantization,
@@ -154,6 +182,51 @@ def load_model(
             reader.on_read = progress.advance
             model = build(reader)
         return LoadedModel(model, taken.elements)
+
+
+def _load_transformers(
+    path: Path,
+    config: TransformersConfig,
+    backend: AttentionBackend,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    has_fp8_kv_cache: bool,
+    seed: int | None,
+    compiler: LayerCompiler | None,
+    on_read: Callable[[int, int], None] | None,
+) -> LoadedModel:
+    """Load a model of transformers', and hold its first steps against its own attention.
+
+    Args:
+        seed: of random weights; None: the checkpoint's.
+    """
+    from argosy_engine.models.transformers_model import load_transformers
+    from argosy_engine.models.transformers_probe import probe
+
+    if quantization is not None or config.quantization is not None:
+        asked = "its quantised weights are" if quantization is None else f"--quantization {quantization} is"
+        raise ConfigError(
+            f"{config.architecture} is run by transformers' modelling code, and {asked} not supported with that; serve "
+            "a checkpoint in bfloat16 without the flag"
+        )
+    if has_fp8_kv_cache:
+        raise ConfigError(
+            f"{config.architecture} is run by transformers' modelling code, which has no scales for an FP8 KV cache; "
+            "use --kv-cache-dtype auto"
+        )
+    if compiler is not None:
+        raise ConfigError(
+            f"{config.architecture} is run by transformers' modelling code, whose layers are not compiled; use "
+            "--compilation-config level 0"
+        )
+    stored = 0 if seed is not None else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    with torch.inference_mode(), LoadProgress(stored, on_read) as progress:
+        model, elements = load_transformers(path, config, backend, dtype=dtype, device=device, seed=seed)
+        progress.advance(stored)
+        probe(config, model, dtype, device)
+    return LoadedModel(model, elements)
 
 
 def _unused_heads(config: ModelConfig) -> list[str]:

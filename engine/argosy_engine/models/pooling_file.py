@@ -56,6 +56,13 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse) -> PoolingSpec | Non
     if use.convert in ("embed", "classify") and asked != use.convert:
         raise ConfigError(f"--pooler-config asks for the task {asked}, and --convert for {use.convert}")
     runner = use.runner
+    if not registry.is_native(architecture, use.model_impl):
+        if own_task is not None or asked is not None or runner == "pooling":
+            raise ConfigError(
+                f"{architecture} is run by transformers' modelling code, which only generates here: leave out what "
+                "asks for pooling, or serve an architecture of ours (--model-impl argosy names them)"
+            )
+        runner = "generate"
     if runner == "auto":
         is_pooled = own_task is not None or asked is not None or (path / MODULES).is_file()
         runner = "pooling" if is_pooled else "generate"

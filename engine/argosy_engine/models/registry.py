@@ -1,4 +1,5 @@
-"""Registry of supported architectures: maps the name in config.json to the family's config and model classes.
+"""Registry of our own architectures: maps the name in config.json to the family's config and model classes. All others
+are transformers'.
 
 A family's modules are imported only when a checkpoint needs them, which keeps start-up short.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
     from argosy_engine.model_configs.model_config import ModelConfig
+    from argosy_engine.model_configs.model_use import ModelImpl
     from argosy_engine.model_configs.pooling_spec import PoolingTask
 
 
@@ -89,6 +91,8 @@ _FAMILIES = {
     ),
 }
 """By the architecture that generates."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of transformers' architectures that generate text."""
 _GENERATING = {
     name: generating
     for generating, family in _FAMILIES.items()
@@ -96,39 +100,53 @@ _GENERATING = {
 }
 
 
-def generating_architecture(architecture: str) -> str:
-    """Return the architecture of the same decoder that generates.
+def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
+    """Whether our own modelling code runs an architecture, rather than transformers'.
+
+    Args:
+        model_impl: `--model-impl`.
 
     Raises:
-        ConfigError: the architecture is not supported; the message lists those that are.
+        ConfigError: neither does; the message lists those of ours.
     """
-    found = _GENERATING.get(architecture)
-    if found is None:
+    if architecture in _GENERATING and model_impl != "transformers":
+        return True
+    if model_impl == "argosy" or not architecture.endswith(_CAUSAL):
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
-            f"ForSequenceClassification and their base models; serve one of these, {OTHER_ENGINES}"
+            "ForSequenceClassification and their base models, and unless --model-impl argosy is given the causal "
+            f"models of transformers' (…ForCausalLM); serve one of these, {OTHER_ENGINES}"
         )
-    return found
+    return False
+
+
+def decoder_of(architecture: str, model_impl: ModelImpl = "auto") -> str:
+    """Return the architecture of the same decoder that generates: of ours, otherwise the architecture itself."""
+    return _GENERATING[architecture] if is_native(architecture, model_impl) else architecture
 
 
 def pooling_task(architecture: str) -> PoolingTask | None:
-    """Return what a supported architecture is for if it does not generate; None if it does."""
-    family = _FAMILIES[generating_architecture(architecture)]
+    """Return what an architecture of ours is for if it does not generate; None if it does."""
+    if architecture not in _GENERATING:
+        return None
+    family = _FAMILIES[_GENERATING[architecture]]
     return {family.base: "embed", family.classifier: "classify"}.get(architecture)  # type: ignore[return-value]
 
 
-def config_class(architecture: str) -> type[ModelConfig]:
+def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[ModelConfig]:
     """Return the config class of an architecture.
 
     Raises:
-        ConfigError: the architecture is not supported; the message lists those that are.
+        ConfigError: `is_native`.
     """
-    return _load("model_configs", _FAMILIES[generating_architecture(architecture)].config)
+    if not is_native(architecture, model_impl):
+        return _load("model_configs", "transformers_config:TransformersConfig")
+    return _load("model_configs", _FAMILIES[_GENERATING[architecture]].config)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """Return the model class of an architecture that `config_class` knows."""
-    return _load("models", _FAMILIES[generating_architecture(architecture)].model)
+    """Return the model class of an architecture of ours."""
+    return _load("models", _FAMILIES[_GENERATING[architecture]].model)
 
 
 def architectures() -> list[str]:

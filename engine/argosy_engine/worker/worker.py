@@ -36,7 +36,7 @@ from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.loader import LoadedModel, load_model
+from argosy_engine.models.loader import LoadedModel, complete_config, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
 from argosy_engine.resolved_config import MemoryBudget
@@ -159,11 +159,11 @@ class Worker:
             config = load_model_config(self._path, args.model_use)
             if args.load_format != "dummy":
                 config = with_stored_head(self._path, config)
-            self._config = config
             check_tensor_parallel(
                 config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
             )
             check_pipeline_parallel(config, args.pipeline_parallel_size)
+            self._config = config = complete_config(config)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
             needs = AttentionNeeds(

@@ -1,0 +1,170 @@
+"""TransformersConfig: the config of a decoder that transformers' modelling code computes.
+
+transformers' own config class reads it, with its defaults. No torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
+
+MIN_VERSION = (5, 24)
+"""Oldest release of transformers whose modelling code we run: the one that the tests compare with."""
+INSTALL = "install it: pip install 'argosy[transformers]'"
+_MAX_COUNT = 4096
+_COUNTED = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|groups?|blocks?)")
+"""Fields that say how often something is built."""
+
+
+class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
+    """A causal decoder of transformers'."""
+
+    undivided: ClassVar[str | None] = "transformers' modelling code runs on one device"
+
+    intermediate_size: Size
+    fields: str
+    """config.json with the overrides, as JSON."""
+    transformers_version: str
+    """Its modelling code determines the tokens, so it is part of the fingerprint."""
+    attention: tuple[AttentionParams, ...] = ()
+    """What each call of attention computes, once the model was followed (`models.transformers_model`)."""
+    calls: tuple[tuple[str, int, int, str | None], ...] = ()
+    """Of each call the module's name, the sizes of a query and of a value, and the parameter with the sinks."""
+
+    numbers_tokens: bool = False
+    """Whether the model numbers the tokens of a step by itself, besides the positions that it is given."""
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        assert self.attention, "the model was not followed"
+        positions = self.max_position_embeddings
+        return tuple(_within(layer, positions) for layer in self.attention)
+
+    def hf_config(self) -> Any:
+        """Return a new config object of transformers'."""
+        return _hf_config(json.loads(self.fields))
+
+    @classmethod
+    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
+        architecture = raw["architectures"][0]
+        for name, value in _counts(raw):
+            if isinstance(value, int) and value > _MAX_COUNT:
+                raise ConfigError(f"{name} {value} exceeds {_MAX_COUNT}")
+        version = _transformers_version()
+        fields = json.dumps(dict(raw), sort_keys=True)
+        config = _hf_config(dict(raw))
+        heads = _number(config, "num_attention_heads")
+        if not heads:
+            raise ConfigError(
+                f"{architecture} has no attention heads, and states that it keeps instead are not supported; serve "
+                f"another model, {OTHER_ENGINES}"
+            )
+        hidden = config.hidden_size
+        return {
+            "vocab_size": config.vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": _number(config, "intermediate_size") or 4 * hidden,
+            "num_hidden_layers": config.num_hidden_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": _number(config, "head_dim") or max(hidden // heads, 1),
+            "max_position_embeddings": _positions(config),
+            "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+            "sliding_windows": (None,) * config.num_hidden_layers,
+            "fields": fields,
+            "transformers_version": version,
+        }
+
+
+def _within(layer: AttentionParams, positions: int) -> AttentionParams:
+    """Return the layer without a window or chunks that no request exceeds."""
+    from msgspec.structs import replace
+
+    if layer.sliding_window is not None and layer.sliding_window >= positions:
+        layer = replace(layer, sliding_window=None)
+    if layer.chunk_size is not None and layer.chunk_size >= positions:
+        layer = replace(layer, chunk_size=None)
+    return layer
+
+
+def _transformers_version() -> str:
+    """
+    Raises:
+        ConfigError: transformers is missing or too old.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"this model needs transformers' modelling code, which is not installed; {INSTALL}")
+    from importlib.metadata import version
+
+    found = version("transformers")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise ConfigError(
+            f"this model needs transformers {wanted} or later, and {found} is installed; {INSTALL}"
+        )
+    return found
+
+
+def _hf_config(raw: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"transformers {_transformers_version()} has no model_type {model_type!r}")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(_decoded(raw))
+    except Exception as error:  # whatever its validation raises
+        raise ConfigError(f"transformers refuses it: {type(error).__name__}: {str(error)[:300]}") from None
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of config.json with the floats that transformers writes as objects."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decoded(each) for name, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+def _counts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields, of nested configs too, that say how often something is built."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(each, dict):
+                yield from _counts(each, key)
+            elif _COUNTED.fullmatch(str(key)):
+                yield key, each
+
+
+def _number(config: Any, name: str) -> int | None:
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # a field that differs between layers (Gemma 4)
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _positions(config: Any) -> int:
+    """Return the tokens of the longest sequence. Frequencies that depend on the longest request of a batch are those of
+    short ones, so such a model is served up to the length at which they would change."""
+    positions = next(
+        (
+            found
+            for name in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")
+            if (found := _number(config, name))
+        ),
+        2048,
+    )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = ropes.values() if ropes and all(isinstance(each, dict) for each in ropes.values()) else [ropes]
+    for rope in ropes:
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            positions = min(positions, rope.get("original_max_position_embeddings") or positions)
+    return positions

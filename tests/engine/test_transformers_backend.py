@@ -1,0 +1,189 @@
+"""Decoders of transformers' modelling code: a few architectures against it, what is refused, and their flags.
+
+The whole list: `test_transformers_architectures`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.model_configs import transformers_config
+from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import complete_config
+from argosy_engine.models.transformers_model import load_transformers
+from argosy_engine.models.transformers_probe import probe
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.sizing.kv_cache_sizing import check_model
+from transformers_checkpoints import write_checkpoint
+from transformers_sweep import EXACT, outcome
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def glm(tmp_path: Path) -> Path:
+    """A checkpoint of an architecture that is not ours."""
+    write_checkpoint("glm", tmp_path)
+    return tmp_path
+
+
+def refusal(path: Path, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        InprocClient(EngineArgs.of(model=str(path), **{**EXACT, **flags}))
+    return str(caught.value)
+
+
+def edit(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gpt_oss",  # sinks, and a window in every other layer
+        "deepseek_v3",  # values that are smaller than keys; experts in groups
+        "llama4_text",  # attention in chunks
+        "mimo_v2_flash",  # layers with different numbers of KV heads
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    assert outcome(model_type, tmp_path)[:2] == ("served", "")
+
+
+def test_an_architecture_of_ours_runs_on_either_code(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    assert not isinstance(load_model_config(tmp_path), TransformersConfig)
+    found = outcome("qwen3", tmp_path, model_impl="transformers")
+    assert found[:2] == ("served", "")
+    assert found.preemptions
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("lfm2", "Lfm2ShortConv keeps a state of its own"),
+        ("mamba", "MambaForCausalLM has no attention heads"),
+        ("bloom", "BloomForCausalLM cannot be served by transformers' modelling code"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str, tmp_path: Path) -> None:
+    write_checkpoint(model_type, tmp_path)
+    assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model_impl": "argosy"}, "GlmForCausalLM is not supported; there is: GPT2LMHeadModel"),
+        ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
+        ({"quantization": "fp8"}, "without the flag"),
+        ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),
+        ({"runner": "pooling"}, "which only generates here"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_work_with_it_are_refused(flags: dict[str, Any], message: str, glm: Path) -> None:
+    assert message in refusal(glm, **flags)
+
+
+@pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_it_runs_on_one_device(flag: str, glm: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="-parallel-size 2: transformers' modelling code runs on one device"
+    ):
+        check_model(EngineArgs.of(model=str(glm), **{flag: 2}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Glm"}}, "that is never done"),
+        ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM is not supported: transformers"),
+        ({"model_type": "unheard-of"}, "no model_type 'unheard-of'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 exceeds 4096"),
+        ({"hidden_size": "big"}, "transformers refuses it"),
+        ({"num_hidden_layers": 5}, "lacks model.layers.4."),
+        ({"num_hidden_layers": 3}, "has what the model does not use: model.layers.3."),
+        ({"vocab_size": 299}, "has in another shape "),
+    ],
+)
+def test_malformed_configs_are_refused(fields: dict[str, Any], message: str, glm: Path) -> None:
+    edit(glm, **fields)
+    assert message in refusal(glm)
+
+
+def test_without_transformers_the_refusal_names_the_extra(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_config, "MIN_VERSION", (99, 0))
+    assert "transformers 99.0 or later, and " in refusal(glm)
+    assert "pip install 'argosy[transformers]'" in refusal(glm)
+
+
+def test_an_architecture_that_is_misunderstood_is_refused(glm: Path) -> None:
+    """As if what a model asks attention for had been read wrongly."""
+    config = complete_config(load_model_config(glm))
+    assert isinstance(config, TransformersConfig)
+    for change in ({"scale": 0.3}, {"sliding_window": 20}, {"logit_softcap": 2.0}):
+        layers = tuple(msgspec.structs.replace(layer, **change) for layer in config.attention)
+        wrong = msgspec.structs.replace(config, attention=layers)
+        with torch.inference_mode():
+            model, _ = load_transformers(
+                glm, wrong, TorchBackend(torch.float32), dtype=torch.float32, device=CPU, seed=None
+            )
+            with pytest.raises(
+                ConfigError, match="logits differ from those with transformers' own attention"
+            ):
+                probe(wrong, model, torch.float32, CPU)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_used(tmp_path: Path) -> None:
+    reference = write_checkpoint("gemma", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    reference.lm_head.weight = torch.nn.Parameter(head)
+    client = InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt = list(range(5, 40))
+    client.add_request(EngineCoreRequest("a", prompt, sampling, time.time()))
+    tokens: list[int] = []
+    while client.has_work:
+        for output in client.step().outputs:
+            tokens += output.new_token_ids
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_dummy_weights_follow_the_seed(glm: Path) -> None:
+    client = InprocClient(EngineArgs.of(model=str(glm), load_format="dummy", seed=4, **EXACT))
+    again = InprocClient(EngineArgs.of(model=str(glm), load_format="dummy", seed=4, **EXACT))
+    other = InprocClient(EngineArgs.of(model=str(glm), load_format="dummy", seed=5, **EXACT))
+    assert client.config.model_fingerprint == again.config.model_fingerprint
+    assert client.config.model_fingerprint != other.config.model_fingerprint
+
+
+def test_doctor_sizes_the_cache_as_the_engine_does(glm: Path) -> None:
+    args = EngineArgs.of(model=str(glm), **EXACT, num_gpu_blocks_override=20)
+    (glm / "tokenizer.json").write_bytes((resolve_model("builtin://tiny") / "tokenizer.json").read_bytes())
+    found = diagnose(args, DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
+    assert found.budget is not None
+    client = InprocClient(args)
+    assert found.budget.block_bytes == client.config.memory.block_bytes

@@ -1,0 +1,105 @@
+"""Tiny random checkpoints of transformers' own config classes, for the model types that a decoder fleet meets."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+# fmt: off
+MODEL_TYPES = (
+    "apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v4",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2",
+    "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
+    "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hy_v3",
+    "jetmoe", "kimi_linear", "lfm2", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2",
+    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral",
+    "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "vaultgemma", "xglm", "zamba2",
+)
+# fmt: on
+
+VOCAB_SIZE = 307
+_LAYERS = 4
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "d_model": 64, "n_embd": 64, "word_embed_proj_dim": 64,
+    "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "moe_intermediate_size": 48, "expert_ffn_hidden_size": 48,
+    "shared_expert_intermediate_size": 48, "intermediate_size_mlp": 96, "ffn_hidden_size": 96,
+    "num_hidden_layers": _LAYERS, "num_layers": _LAYERS, "n_layer": _LAYERS, "n_layers": _LAYERS,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 24, "kv_channels": 16, "max_position_embeddings": 512, "n_positions": 512, "max_seq_len": 512,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_topk": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "qk_head_dim": 24, "sliding_window": 20, "attention_chunk_size": 48, "local_attention": 20,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "laurel_rank": 8,
+    "zero_expert_num": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_mamba_kernels": False,
+    "global_head_dim": 32,
+}  # fmt: skip
+"""Values of fields, for the configs that have them."""
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": [96] * _LAYERS,
+                     "activation_sparsity_pattern": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{name: {"num_key_value_heads": 4, "head_dim": None}
+       for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")},
+    **{name: {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 20}
+       for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 24},
+    "llama4_text": {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "floor_scale": 16,
+                    "attn_scale": 0.5},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 16},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "falcon": {"num_kv_heads": 2},
+}  # fmt: skip
+
+
+def small_config(model_type: str) -> Any:
+    """Return a small config of a model type."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = inspect.signature(config_class.__init__).parameters.keys() | config_class().to_dict().keys()
+    fields = {name: value for name, value in _SMALL.items() if name in known}
+    default = config_class().to_dict()
+    for name in ("q_lora_rank", "sliding_window", "head_dim"):
+        if name in fields and default.get(name) is None:
+            del fields[name]
+    fields = {
+        name: value for name, value in fields.items() if not isinstance(default.get(name), (list, dict))
+    }
+    fields |= _OWN.get(model_type, {})
+    return config_class(**{name: value for name, value in fields.items() if value is not None})
+
+
+def write_checkpoint(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Write a checkpoint with random weights, norms, biases and sinks; return transformers' model of it, eager."""
+    config = small_config(model_type)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                scale = 0.3 if "embed" in name else parameter.shape[-1] ** -0.5
+                parameter.copy_(noise * scale)
+            elif "norm" in name and "bias" not in name:
+                parameter.add_(noise * 0.1)
+            else:
+                parameter.add_(noise * 0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, safe_serialization=True)
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["architectures"] = [type(model).__name__]
+    file.write_text(json.dumps(raw))
+    return model

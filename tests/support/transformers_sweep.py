@@ -1,0 +1,102 @@
+"""Compares an engine's greedy tokens with transformers' for tiny checkpoints of many model types.
+
+As a program, with model types as its arguments or for all, it prints which are served, refused and wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import complete_config
+from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.sizing.kv_cache_sizing import planned_groups
+from greedy_reference import differing_tokens
+from preemptions import PreemptionCounter
+from transformers_checkpoints import MODEL_TYPES, VOCAB_SIZE, write_checkpoint
+
+EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1}
+_LENGTHS = (1, 2, 17, 90, 60, 40, 33)
+_LONG = 200
+_NEW_TOKENS = 10
+
+
+class Outcome(NamedTuple):
+    kind: str
+    """`served`, `refused` or `wrong`."""
+    detail: str
+    preemptions: int = 0
+
+
+def outcome(model_type: str, path: Path, **flags: Any) -> Outcome:
+    """Serve a checkpoint of a model type, written to `path`: batched, in chunks over a prefix cache, and preempted."""
+    reference = write_checkpoint(model_type, path)
+    preemptions = 0
+    try:
+        config = complete_config(load_model_config(path, EngineArgs.of(model=str(path), **flags).model_use))
+        blocks = 1 + 10 * len(planned_groups(config, 4, 16))
+        modes: dict[str, dict[str, Any]] = {
+            "batched": {},
+            "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+            "preempted": {"num_gpu_blocks_override": blocks, "max_model_len": 128, "max_num_seqs": 16},
+        }
+        for mode, more in modes.items():
+            rng = random.Random(3)
+            lengths = _LENGTHS if mode == "preempted" else (*_LENGTHS, _LONG)
+            prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+            prompts.append(prompts[3] + [5, 6, 7])
+            client = InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags, **more))
+            counter = PreemptionCounter(client)
+            rounds = [prompts[:4], prompts[4:]] if mode == "chunked" else [prompts]
+            outputs = {}
+            for each in rounds:  # the last prompt finds its prefix cached
+                outputs |= _generated(client, each, len(outputs))
+            preemptions += counter.total
+            for index, prompt in enumerate(prompts):
+                lines = differing_tokens(reference, prompt, outputs[index])
+                if lines or len(outputs[index]) != _NEW_TOKENS:
+                    return Outcome(
+                        "wrong", f"{mode}, prompt of {len(prompt)} tokens: {lines or outputs[index]}"
+                    )
+    except ConfigError as error:
+        return Outcome("refused", str(error))
+    return Outcome("served", "", preemptions)
+
+
+def _generated(client: InprocClient, prompts: list[list[int]], first: int) -> dict[int, list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True)
+    outputs: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts, first):
+        outputs[index] = []
+        client.add_request(EngineCoreRequest(str(index), prompt, sampling, time.time()))
+    while client.has_work:
+        for output in client.step().outputs:
+            outputs[int(output.request_id)] += output.new_token_ids
+    return outputs
+
+
+def main(model_types: list[str]) -> None:
+    found: dict[str, list[str]] = {"served": [], "refused": [], "wrong": []}
+    for model_type in model_types or MODEL_TYPES:
+        with tempfile.TemporaryDirectory() as folder:
+            result = outcome(model_type, Path(folder), model_impl="transformers")
+        found[result.kind].append(model_type)
+        print(f"{model_type}: {result.kind} {result.detail[:220]}", flush=True)
+    for kind, names in found.items():
+        print(f"{len(names)} {kind}: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
