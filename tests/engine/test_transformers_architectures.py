@@ -12,7 +12,7 @@ from transformers_sweep import outcome
 STATES = "keeps a state of its own"
 REFUSED = {
     "bloom": "cannot be followed",  # ALiBi
-    "deepseek_v4": STATES,
+    "deepseek_v4": "attends to other keys",  # compressed ones
     "falcon": "cannot be followed",  # attention that does not go through transformers' interface
     "falcon_h1": STATES,
     "kimi_linear": STATES,

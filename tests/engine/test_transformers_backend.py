@@ -129,6 +129,14 @@ def test_malformed_configs_are_refused(fields: dict[str, Any], message: str, glm
     assert message in refusal(glm)
 
 
+def test_rope_that_depends_on_the_longest_request_serves_the_original_length(tmp_path: Path) -> None:
+    write_checkpoint("phi3", tmp_path)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    edit(tmp_path, rope_parameters=rope, original_max_position_embeddings=64)
+    assert load_model_config(tmp_path).max_position_embeddings == 64
+
+
 def test_without_transformers_the_refusal_names_the_extra(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_config, "MIN_VERSION", (99, 0))
     assert "transformers 99.0 or later, and " in refusal(glm)
