@@ -526,12 +526,6 @@ class RouterConfig:
                 f"refusing to serve {self.host} without API keys: pass --api-key or --api-keys-file, "
                 "or --no-auth if something in front checks them"
             )
-        keys_file = self.api_keys_file
-        if keys_file is not None and (keys_file.is_dir() or not os.access(keys_file, os.R_OK)):
-            raise ConfigError(
-                f"--api-keys-file {keys_file} cannot be read: name a file with an API key per line (docs/access.md) "
-                "that this process may read"
-            )
         for network in self.server.trusted_proxies:
             try:
                 ip_network(network)

@@ -11,10 +11,8 @@ import pytest
 
 from argosy_router.auth.key_file import ApiKeys
 from argosy_router.auth.key_table import KEYS_PER_STEP, KeyTable
-from argosy_router.main import EXIT_USAGE, main
 
-from .fake_engine import FakeEngine
-from .harness import rig, until
+from .harness import until
 
 
 async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) -> None:
@@ -125,28 +123,3 @@ def test_many_keys_are_taken_in_steps_and_the_ones_before_are_accepted_until_the
     assert table.account_of(b"Bearer old") is None
     assert table.account_of(b"Bearer sk-1") is not None
     assert problems == []
-
-
-def test_a_router_does_not_start_without_its_key_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It started, and refused every key."""
-    flags = ["--replica", "http://a:1", "--port", "0", "--admin-port", "-1"]
-    for path in (tmp_path / "absent", tmp_path):
-        assert main([*flags, "--api-keys-file", str(path)]) == EXIT_USAGE
-        assert f"--api-keys-file {path} cannot be read: name a file" in capsys.readouterr().err
-
-
-async def test_a_key_file_that_vanishes_does_not_end_the_router(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("k\n")
-    async with rig([FakeEngine()], api_keys_file=path) as r:
-        headers = {"authorization": "Bearer k"}
-        assert (await r.http.get("/v1/models", headers=headers)).status_code == 200
-        path.unlink()
-        while (await r.http.get("/v1/models", headers=headers)).status_code != 401:
-            pass
-        path.write_text("k\n")
-        while (await r.http.get("/v1/models", headers=headers)).status_code != 200:
-            pass
-        assert not r.router.stopping.is_set()
