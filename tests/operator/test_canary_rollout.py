@@ -627,3 +627,16 @@ async def test_a_canary_annotation_that_somebody_edited_stops_no_reconcile(garbl
         await pass_time(cluster, 2)
         assert (rollout(cluster)["revision"], rollout(cluster)["step"]) == (state["revision"], 1)
         await until_phase(cluster, "Analyzing", step=2)
+
+
+@virtual_time
+async def test_an_edit_that_is_refused_leaves_a_canary_as_it_is() -> None:
+    held = {**STEPS, "steps": [{"weight": 20}, {"weight": 60}, {"weight": 100, "hold": True}]}
+    async with edited(held) as (cluster, _):
+        await until_phase(cluster, "Analyzing", step=2)
+        await pass_time(cluster, 5)
+        before = revisions(cluster), deployments(cluster), split(cluster)
+        cluster.edit("tiny", lambda spec: spec["engine"].update(args=["--max-num-seqs=0"]))
+        await pass_time(cluster, 20)
+        assert condition(cluster, "Degraded") == ("True", "InvalidEngineArgs")
+        assert (revisions(cluster), deployments(cluster), split(cluster)) == before

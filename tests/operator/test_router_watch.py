@@ -150,8 +150,12 @@ async def test_a_router_that_only_the_operator_cannot_reach_may_send_requests() 
     assert watch.view.unsent == {"team/tiny"}, "its pod has gone"
     routers.say("c", None)
     watch.set_pods(router_pods("b", "c"))
-    await asyncio.sleep(UNSENT + 1)
+    await asyncio.sleep(UNREACHABLE - 5)
     assert watch.view.unsent == frozenset(), "nobody knows what it does"
+    await asyncio.sleep(10)
+    assert (watch.view.unsent, watch.view.unreachable) == ({"team/tiny"}, ("c",)), (
+        "it is not waited for, but named"
+    )
     watch.close()
 
 

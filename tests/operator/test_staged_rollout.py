@@ -128,6 +128,31 @@ async def test_a_service_that_is_not_healthy_is_left_alone_and_holds_up_no_other
         assert condition(cluster, "Progressing", names[0]) == ("False", "Complete")
 
 
+@pytest.mark.parametrize("edit", ["arguments", "a template that is too large for workers"])
+@virtual_time
+async def test_a_service_that_is_refused_while_it_has_the_turn_holds_up_no_other_one(edit: str) -> None:
+    cluster = new_cluster()
+    names = await services(cluster, 3, parallelism={"nodes": 2, "tensor": 2})
+    cluster.is_unready = lambda pod: pod["spec"]["containers"][0]["image"] == "good:2"
+    async with upgraded(cluster, "good:2") as operator:
+        await pass_time(cluster, 5)
+        deployments = {name: cluster.objects[DEPLOYMENTS, "team", f"{name}-engine"] for name in names}
+        (holder,) = (
+            name for name in names if TURN_ANNOTATION in deployments[name]["metadata"]["annotations"]
+        )
+        if edit == "arguments":
+            cluster.edit(holder, lambda spec: spec["engine"].update(args=["--max-num-seqs=0"]))
+        else:
+            env = [{"name": f"V{number}", "value": "x" * 30_000} for number in range(5)]
+            cluster.edit(holder, lambda spec: spec["engine"].update(env=env))
+        cluster.is_unready = lambda pod: False
+        await pass_time(cluster, 60)
+        await operator.settle()
+        others = [name for name in names if name != holder]
+        assert with_image(cluster, others, "good:2") == others
+        assert condition(cluster, "Degraded", holder)[0] == "True"
+
+
 @virtual_time
 async def test_a_service_in_which_the_change_fails_gives_its_turn_back_after_its_deadline() -> None:
     cluster = new_cluster()

@@ -203,7 +203,8 @@ class RouterWatch:
         """The services that get no requests, and when others will have got none for UNSENT seconds.
 
         A router that has fallen silent to the operator may serve all the same while its pod runs: where it sent
-        requests to last, it still does. While one runs that has never answered, nothing is known of any service.
+        requests to last, it still does. While one runs that has not answered yet, nothing is known of any service,
+        until that one counts as unreachable.
         """
         known: set[str] = set()
         sent: set[str] = set()
@@ -213,9 +214,12 @@ class RouterWatch:
                     known.add(replica.service)
                 if replica.routable:
                     sent.add(replica.service)
-        if any(peer.report is None for peer in self._peers.values()):
-            known = set()
         self._unsent_since = {each: self._unsent_since.get(each, now) for each in known - sent}
+        if any(
+            peer.report is None and not (peer.failing_since and now >= peer.failing_since + UNREACHABLE)
+            for peer in self._peers.values()
+        ):
+            return frozenset(), []
         ends = {each: since + UNSENT for each, since in self._unsent_since.items()}
         return (
             frozenset(each for each, end in ends.items() if end <= now),

@@ -167,6 +167,7 @@ def _surplus(
         (key[0], obj)
         for key, obj in observed.children.items()
         if key not in wanted
+        and not (key[0] is DEPLOYMENTS and plan.problem is not None)
         and (
             is_node_set(obj) and key[1][1] not in kept if key[0] is STATEFUL_SETS else is_owned(obj, service)
         )

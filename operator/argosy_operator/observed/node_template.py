@@ -19,7 +19,7 @@ MAX_DEPTH: Final = 64
 """Levels of lists and objects in a template; Kubernetes' own pod templates have about a dozen."""
 MAX_CHARS: Final = 128 * 1024
 """Of the text. All annotations of a pod together may have twice as many bytes."""
-MAX_VALUES: Final = 8192
+MAX_VALUES: Final = 2048
 """Estimate of the values in a template: the text's commas and opening brackets. Each value takes some hundred bytes of
 memory, whatever it takes in the text."""
 

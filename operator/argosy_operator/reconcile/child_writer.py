@@ -2,7 +2,7 @@
 
 Owns the guards of each write. Must not decide what a child looks like. Invariants: an object that is not ours is never
 touched; a write reaches exactly the object that was looked at, or none; what others change again and again is left
-alone, and what cannot be written is tried again with back-off (`contention`).
+alone (`contention`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argosy_operator.cluster.api_server import Api
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.diff import ChildChange
 from argosy_operator.desired.drift import Path, additions, clashes, must_apply
-from argosy_operator.errors import ApiError, ChildNotOwned, OperatorError
+from argosy_operator.errors import ApiError, ChildNotOwned
 from argosy_operator.kinds import PODS, Kind, Object, kind_of, object_name
 from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.observed.observation import controller_uid
@@ -42,34 +42,16 @@ class ChildWriter:
         return self._contention.num_contested
 
     def may_write(self, change: ChildChange) -> bool:
-        """Whether `apply` would ask the API server now. Neither for a child that is left alone, nor for one whose last
-        write has failed, until that is due again."""
-        each = change.wanted, change.live
-        return self._contention.failure(*each) is None and not self._contention.is_left_alone(*each)
-
-    def note_failure(self, change: ChildChange, error: OperatorError) -> None:
-        """Have a child not written for a while, since what has to come before has failed."""
-        self._contention.note_failure(change.wanted, change.live, error)
+        """Whether a child is not left alone."""
+        return not self._contention.is_left_alone(change.wanted, change.live)
 
     async def apply(self, change: ChildChange) -> Object | None:
         """Apply a child. Returns it as stored; None if nothing was written.
 
         Raises:
             ChildNotOwned: an object of this name has another owner.
-            ApiError: the API server refused, or the object was replaced meanwhile; try again. Also if it did so a
-                moment ago, and neither the manifest nor the object is another one since.
+            ApiError: the API server refused, or the object was replaced meanwhile; try again.
         """
-        if (failure := self._contention.failure(change.wanted, change.live)) is not None:
-            raise failure.error.with_traceback(None)
-        try:
-            stored = await self._apply(change)
-        except OperatorError as error:
-            self._contention.note_failure(change.wanted, change.live, error)
-            raise
-        self._contention.note_written(change.wanted)
-        return stored
-
-    async def _apply(self, change: ChildChange) -> Object | None:
         wanted = change.wanted
         kind, name = kind_of(wanted), object_name(wanted)
         live = change.live or await self._api.get(kind, *name)

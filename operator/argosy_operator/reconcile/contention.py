@@ -1,12 +1,9 @@
-"""Contention: children that others change again and again, which are left alone, and those that cannot be written,
-which are tried again with back-off.
+"""Contention: children that others change again and again, which are left alone.
 
 Owns the memory of them, and how often a pod template is repaired. Must not write anything. Invariants: an object that
 another writer changes as soon as it is applied (a mutating webhook) is not written over and over; a controller that
-changes a pod template again some time after each repair does not get the replicas rolled out each time; a write that
-failed is not repeated sooner because a pod has changed; what is noted of an object that is gone is forgotten when
-another one is noted, so there are never more notes than objects; a failure that nothing has come back to is forgotten
-after a minute.
+changes a pod template again some time after each repair does not get the replicas rolled out each time; what is noted
+of an object that is gone is forgotten when another one is noted, so there are never more notes than objects.
 """
 
 from __future__ import annotations
@@ -22,10 +19,8 @@ from msgspec import Struct
 from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.drift import contains
-from argosy_operator.errors import OperatorError
 from argosy_operator.kinds import Kind, Name, Object, kind_of, object_name
 from argosy_operator.names import APPLIED_ANNOTATION, REVISION_LABEL
-from argosy_operator.reconcile.workqueue import BACKOFF_MAX, backoff
 
 MAX_REPAIRS: Final = 3
 """How often a pod template is given back what it should be, if others change it in the same way each time."""
@@ -49,21 +44,8 @@ class Repair(Struct, frozen=True):
         return self.number > MAX_REPAIRS
 
 
-class Failure(Struct, frozen=True, kw_only=True):
-    """A write that was refused, or was not answered."""
-
-    sent: str
-    """Hash of the manifest."""
-    contents: str
-    """Hash of the object to which it was sent."""
-    error: OperatorError
-    number: int
-    """How many of these there have been in a row, with this one."""
-    retry_at: float
-
-
 class Contention:
-    """What is known of other writers of children, and of writes that failed."""
+    """What is known of other writers of children."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -72,8 +54,6 @@ class Contention:
         generation, which a Service does not have.)"""
         self._repairs: dict[_Key, Repair] = {}
         """The last one of each object."""
-        self._failures: dict[_Key, Failure] = {}
-        """The last write of each object, of those that failed."""
 
     @property
     def num_contested(self) -> int:
@@ -106,31 +86,6 @@ class Contention:
         if repair is not None:
             self._forget_gone(self._repairs)
             self._repairs[_key(wanted)] = repair
-
-    def failure(self, wanted: Object, live: Mapping[str, Any] | None) -> Failure | None:
-        """The failed write of this manifest to this object, until it is due again; None if it may be written now."""
-        found = self._failures.get(_key(wanted))
-        if found is None or asyncio.get_running_loop().time() >= found.retry_at:
-            return None
-        is_same = (found.sent, found.contents) == (applied_hash(wanted), _contents(wanted, live))
-        return found if is_same else None
-
-    def note_failure(self, wanted: Object, live: Mapping[str, Any] | None, error: OperatorError) -> None:
-        """Note that a write has failed: it is due again after a pause, as a key of the queue is."""
-        now, key = asyncio.get_running_loop().time(), _key(wanted)
-        old = [each for each, found in self._failures.items() if now >= found.retry_at + BACKOFF_MAX]
-        for each in old:
-            del self._failures[each]
-        before, sent, contents = self._failures.get(key), applied_hash(wanted), _contents(wanted, live)
-        is_again = before is not None and (before.sent, before.contents) == (sent, contents)
-        number = before.number + 1 if before is not None and is_again else 1
-        self._failures[key] = Failure(
-            sent=sent, contents=contents, error=error, number=number, retry_at=now + backoff(number - 1)
-        )
-
-    def note_written(self, wanted: Object) -> None:
-        """Note that a write has succeeded, or was not needed."""
-        self._failures.pop(_key(wanted), None)
 
     def _forget_gone(self, notes: dict[_Key, Any]) -> None:
         for key in [(kind, name) for kind, name in notes if self._store.get(kind, *name) is None]:

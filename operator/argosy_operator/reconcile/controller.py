@@ -79,9 +79,14 @@ STAGE_INTERVAL: Final = 5.0
 CLOCK_STEP: Final = 1.0
 """Seconds between two times that the operator's clock can tell apart."""
 GATHER_S: Final = 0.001
-"""Seconds for each pod of a service for which changes of its pods are gathered. A reconcile reads all of them, which
-takes an eighth of that: many pods that change one after the other, as in a rollout or when a node goes, leave seven
-eighths of a core to other services."""
+"""Seconds for each pod of a service for which changes of its pods are gathered, at least."""
+GATHER_FACTOR: Final = 7.0
+"""Changes of a service's pods are gathered for so many times the CPU time of its last reconcile, which reads all of
+them: many pods that change one after the other, as in a rollout or when a node goes, leave seven eighths of a core to
+other services."""
+GATHER_FAILED_S: Final = 2.0
+"""Seconds for which they are gathered at least after a failure: a Deployment that the API server refuses is not sent
+with each change of a pod."""
 GATHER_MAX_S: Final = 5.0
 """The longest such time. Who may create pods can label any number as a service's."""
 _RESYNC_RETRY: Final = 5.0
@@ -310,14 +315,21 @@ class Controller:
             return
         service = service_of(obj)
         if service is not None and kind is PODS:
-            pods = self.store.count_children(PODS, service)
-            self.queue.add_after(service, min(GATHER_MAX_S, GATHER_S * pods))
+            self.queue.add_after(service, self._gathering(service))
         elif service is not None:
             self.queue.add(service)
         if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
             self._reconciler.wake_next()
         if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
             self._refresh_routers()
+
+    def _gathering(self, service: Name) -> float:
+        """Seconds for which changes of a service's pods are gathered."""
+        wait = GATHER_S * self.store.count_children(PODS, service)
+        wait = max(wait, GATHER_FACTOR * self._reconciler.costs.get(service, 0.0))
+        if self.queue.has_failed(service):
+            wait = max(wait, GATHER_FAILED_S)
+        return min(GATHER_MAX_S, wait)
 
     def _follow_fetch(self, obj: Object) -> None:
         fetching = read_fetching_pod(obj)

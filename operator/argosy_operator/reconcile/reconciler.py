@@ -10,6 +10,7 @@ already so; there is no state but the cluster's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -34,7 +35,6 @@ from argosy_operator.kinds import (
     STATEFUL_SETS,
     Kind,
     Name,
-    Object,
     kind_of,
     object_name,
 )
@@ -76,6 +76,13 @@ _LEFT_OUT: Final = Problem(
     "the largest part of it; delete services of this namespace, or give them fewer and shorter aliases",
 )
 
+_Version = tuple[str, int | None]
+"""UID and generation of a resource."""
+
+
+def _version(obj: Mapping[str, Any]) -> _Version:
+    return obj["metadata"]["uid"], obj["metadata"].get("generation")
+
 
 class Reconciler:
     """Reconciles single resources against the store and the API server."""
@@ -113,8 +120,10 @@ class Reconciler:
         self._turn = RolloutLock(
             store, config.max_concurrent_rollouts, wake, now=now, is_left_alone=self._is_left_alone
         )
-        self._left_alone: dict[Name, tuple[Object, bool]] = {}
-        """Whether a service is, and the version of it that says so. Of those that have a turn, or wait for one."""
+        self.costs: dict[Name, float] = {}
+        """Seconds of CPU time that the last look at a service took."""
+        self._left_alone: dict[Name, tuple[_Version, bool]] = {}
+        """Whether a service is, and the version of it that says so."""
         self._failing: dict[Name, str] = {}
         """Since when the API server has carried out no change of a service's children (RFC 3339)."""
         self._observer = Observer(
@@ -168,12 +177,14 @@ class Reconciler:
             self._turn.leave(key)
             self._left_alone.pop(key, None)
             self._failing.pop(key, None)
+            self.costs.pop(key, None)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             stored = parse(obj)
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, oversize_problem(obj) or str(error))
             return
+        began = time.thread_time()
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)
         observed = self._observer.observe(service, lost_names, published, scalers)
@@ -182,12 +193,17 @@ class Reconciler:
             self._turn.wait(key)
         else:
             self._turn.leave(key)
+        self._left_alone[key] = _version(obj), diff.plan.problem is not None
         decision = self._autoscaler.decision(service)
+        # Decided once: what is not written now must not be written later, to a service that is another one by then.
+        children = [each for each in diff.children if self._children.may_write(each)]
+        takes_turn = diff.takes_turn and any(kind_of(each.wanted) is DEPLOYMENTS for each in children)
+        self.costs[key] = time.thread_time() - began
         failure: OperatorError | None = None
         try:
             # No await between the observation and the claim: see RolloutLock.
-            with self._turn.claim(key) if self._takes_turn(diff) else nullcontext():
-                is_current = await self._act(service, observed, diff)
+            with self._turn.claim(key) if takes_turn else nullcontext():
+                is_current = await self._act(service, observed, diff, children)
             if not is_current:
                 return  # deleted: its children go with it; a newer resource, or the rest, is reconciled next
         except OperatorError as error:
@@ -213,12 +229,6 @@ class Reconciler:
         if failure is not None:
             raise failure
 
-    def _takes_turn(self, diff: Diff) -> bool:
-        """Not while a write that has failed is not due: what became of that is known, or asked for by itself."""
-        return diff.takes_turn and any(
-            kind_of(each.wanted) is DEPLOYMENTS and self._children.may_write(each) for each in diff.children
-        )
-
     def _fails_for_long(self, key: Name) -> bool:
         """Note that a change of a service failed. Whether all have for PATIENCE_S."""
         now = self._now()
@@ -235,14 +245,16 @@ class Reconciler:
             self._store.put(DEPLOYMENTS, live)
         self._turn.note_read(key)
 
-    async def _act(self, service: InferenceService, observed: Observation, diff: Diff) -> bool:
+    async def _act(
+        self, service: InferenceService, observed: Observation, diff: Diff, children: Sequence[ChildChange]
+    ) -> bool:
         """Do what was decided. False if the resource turned out to be deleted, or newer than what was observed, or if
         the rest follows."""
         await run_together(partial(self._set_gate, service, observed, gate) for gate in diff.gates)
-        if any(map(self._children.may_write, diff.children)) and not await self._is_current(service):
+        if children and not await self._is_current(service):
             return False
         changes: dict[Kind, list[ChildChange]] = {DEPLOYMENTS: [], STATEFUL_SETS: []}
-        for change in diff.children:
+        for change in children:
             changes.setdefault(kind_of(change.wanted), []).append(change)
         deployments, node_sets = changes.pop(DEPLOYMENTS), changes.pop(STATEFUL_SETS)
         steps: list[Callable[[], Awaitable[None]]] = [
@@ -271,14 +283,8 @@ class Reconciler:
         self, service: InferenceService, observed: Observation, diff: Diff, deployments: list[ChildChange]
     ) -> bool:
         """False if something is left to be looked at before a Deployment may be applied."""
-        writable = [each for each in deployments if self._children.may_write(each)]
-        try:
-            if writable and not await self.named_secrets.check(service):
-                return False
-        except OperatorError as error:
-            for change in writable:
-                self._children.note_failure(change, error)
-            raise
+        if deployments and not await self.named_secrets.check(service):
+            return False
         for change in deployments:  # in the plan's order
             await self._apply(service, observed, change)
         if diff.ends_turn:
@@ -316,7 +322,7 @@ class Reconciler:
         await self._patch_pod(service, gate.pod, patch)
 
     async def _apply(self, service: InferenceService, observed: Observation, change: ChildChange) -> None:
-        if change.removed_replicas and self._children.may_write(change):
+        if change.removed_replicas:
             await self._mark_least_valuable(service, observed, change.removed_replicas)
         await self._children.apply(change)
 
@@ -356,12 +362,12 @@ class Reconciler:
             self._left_alone.pop(key, None)
             return False
         known, is_left_alone = self._left_alone.get(key, (None, False))
-        if known is not obj:
+        if known != _version(obj):
             try:
                 is_left_alone = deployment_problem(parse(obj), self._config) is not None
             except msgspec.ValidationError:
-                is_left_alone = False
-            self._left_alone[key] = obj, is_left_alone
+                is_left_alone = True
+            self._left_alone[key] = _version(obj), is_left_alone
         return is_left_alone
 
     async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:

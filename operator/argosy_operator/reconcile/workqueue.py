@@ -18,11 +18,6 @@ BACKOFF_BASE: Final = 0.25
 BACKOFF_MAX: Final = 60.0
 
 
-def backoff(failures: int) -> float:
-    """Seconds to wait after this many failures in a row, the last one left out."""
-    return min(BACKOFF_MAX, BACKOFF_BASE * 2 ** min(failures, 16))
-
-
 class WorkQueue(Generic[Key]):
     """Keys to process. Bounded by the number of distinct keys."""
 
@@ -41,6 +36,10 @@ class WorkQueue(Generic[Key]):
     def is_idle(self) -> bool:
         """Whether no key is queued or being processed; keys that failed may still come back."""
         return not self._dirty and not self._busy
+
+    def has_failed(self, key: Key) -> bool:
+        """Whether the last time that a key was processed was a failure."""
+        return key in self._failures
 
     def add(self, key: Key) -> None:
         """Queue a key. One that is being processed is processed again afterwards."""
@@ -78,7 +77,7 @@ class WorkQueue(Generic[Key]):
         if failed:
             count = self._failures.get(key, 0)
             self._failures[key] = count + 1
-            self.add_after(key, backoff(count))
+            self.add_after(key, min(BACKOFF_MAX, BACKOFF_BASE * 2 ** min(count, 16)))
         else:
             self._failures.pop(key, None)
 
