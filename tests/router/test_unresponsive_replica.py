@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
+from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -179,3 +182,26 @@ async def test_of_many_requests_a_few_move_on_in_each_turn_of_the_loop(
             await asyncio.sleep(0)
         assert most <= 2 * few, "those of the turn in which they failed, and of the one after it"
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * number
+
+
+async def test_a_turn_ends_with_its_time_and_survives_a_fault() -> None:
+    """One request's large body, or its bug, must not hold up the others."""
+    turns = deadlines.Turns(asyncio.get_running_loop())
+    done: list[int] = []
+
+    def step(number: int) -> None:
+        end = time.monotonic() + deadlines.TURN_S
+        while time.monotonic() < end:
+            pass
+        done.append(number)
+        if number == 0:
+            raise RuntimeError("a bug")
+
+    for number in range(4):
+        turns.run(partial(step, number))
+    seen = [len(done)]
+    while len(done) < 4:
+        await asyncio.sleep(0)
+        seen.append(len(done))
+    assert done == [0, 1, 2, 3]
+    assert max(after - before for before, after in pairwise([0, *seen])) == 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -24,6 +25,8 @@ HORIZON_S = 60.0
 """The wheel looks at each deadline at least this often: one that has ended leaves it, however far away it was."""
 STEPS_PER_TURN = 64
 """Steps in one turn of the event loop: a request of a replica that failed is sent again, which takes some 50 us."""
+TURN_S = 0.005
+"""Seconds after which a turn has no further step: one that copies a large body takes longer."""
 
 
 class Deadline:
@@ -90,6 +93,8 @@ class Turns:
         self._loop = loop
         self._num_done = 0
         """In this turn of the loop."""
+        self._end = 0.0
+        """When the turn has no further step."""
         self._waiting: deque[Callable[[], None]] = deque()
 
     def run(self, step: Callable[[], None]) -> None:
@@ -98,18 +103,24 @@ class Turns:
             self._waiting.append(step)
             return
         if not self._num_done:
+            self._end = time.monotonic() + TURN_S
             self._loop.call_soon(self._next)
+        self._do(step)
+
+    def _do(self, step: Callable[[], None]) -> None:
         self._num_done += 1
-        step()
+        try:
+            step()
+        except Exception:  # one owner's bug must not cost the others their steps
+            log.exception("a step failed")
+        if time.monotonic() >= self._end:
+            self._num_done = STEPS_PER_TURN
 
     def _next(self) -> None:
         self._num_done = 0
+        self._end = time.monotonic() + TURN_S
         while self._waiting and self._num_done < STEPS_PER_TURN:
-            self._num_done += 1
-            try:
-                self._waiting.popleft()()
-            except Exception:  # one owner's bug must not cost the others their steps
-                log.exception("a step failed")
+            self._do(self._waiting.popleft())
         if self._num_done:
             self._loop.call_soon(self._next)
 

@@ -149,8 +149,11 @@ class ConnectionPool:
         except ConnectFailed as error:
             self._turns.run(partial(waiter.on_connect_failed, error))
         else:
-            if not connection.is_closed:
-                self.connections.add(connection)
+            if connection.is_closed:
+                error = ConnectFailed("the replica closed the connection at once")
+                self._turns.run(partial(waiter.on_connect_failed, error))
+                return
+            self.connections.add(connection)
             waiter.on_connected(connection)
 
 

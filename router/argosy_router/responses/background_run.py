@@ -30,7 +30,8 @@ MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 WRITE_BYTES: Final = 64 * 1024
 """Size from which events are not joined to one write."""
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
-_EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
+_EVENT_END: Final = re.compile(rb"\n\r?\n")
+"""Begins with a byte that is searched for at once; an event may end with the carriage return before it."""
 MAX_PARTIAL_BYTES: Final = 1024 * 1024
 """Pieces of a stream are whole events; an answer that has more without the end of one is no stream, nor a response."""
 _EVENT_OVERHEAD: Final = 64
@@ -132,7 +133,7 @@ class BackgroundRun:
         """Return the events that are whole with more data, without their ends. An answer that is no stream of events
         comes in pieces as well, and none of its bytes is looked at twice."""
         whole = self._cutter.feed(data)
-        return _EVENT_END.split(whole) if whole else []
+        return [event.removesuffix(b"\r") for event in _EVENT_END.split(whole)] if whole else []
 
     def response_of(self, body: bytes) -> bytes:
         """Return the response as its client knows it, as JSON; nothing if there is none. To be called once.
