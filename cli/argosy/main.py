@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from argosy.arguments import state_dir_in, with_state_dir
 from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError
 from argosy.sigterm import ends_at_sigterm
 
@@ -110,6 +109,8 @@ def _run(command: Command, arguments: list[str]) -> int:
     except CommandError as error:
         if error.details:
             sys.stderr.write(error.details.rstrip() + "\n")
+        from argosy.arguments import state_dir_in, with_state_dir
+
         message = with_state_dir(str(error), state_dir_in(arguments))
         sys.stderr.write(f"argosy {command.name}: {message}\n")
         return error.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,6 +56,10 @@ class LocalFleet:
     def replica_name(self, number: int) -> str:
         """The name of one of the service's replicas, which are counted from its first."""
         return f"{self.service}-{number}"
+
+    def named(self, command: str) -> str:
+        """A command as messages name it."""
+        return f"argosy {command} --state-dir {shlex.quote(str(self.state.root))}"
 
     def argosy(self, command: str, *arguments: str) -> int:
         program, control_client.SUPERVISOR = control_client.SUPERVISOR, self.supervisor

@@ -78,7 +78,7 @@ def test_a_fleet_from_up_to_down(own_fleet: LocalFleet, capfd: pytest.CaptureFix
         with suppress(FileNotFoundError):  # a file of the batch that goes once it has ended
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     assert own_fleet.up("--port", str(own_fleet.port % 60000 + 1024)) == 2
-    assert "`argosy down` first to change the port" in capfd.readouterr().err
+    assert f"`{own_fleet.named('down')}` first to change the port" in capfd.readouterr().err
 
     with watched([status_pid := own_fleet.status().pid, *descendants(status_pid)]) as survivors:
         assert own_fleet.argosy("down") == 0
@@ -87,7 +87,7 @@ def test_a_fleet_from_up_to_down(own_fleet: LocalFleet, capfd: pytest.CaptureFix
     assert own_fleet.argosy("down") == 0
     assert "no fleet is running" in capfd.readouterr().out
     assert own_fleet.argosy("ps") == 1
-    assert "start one with `argosy up -f FILE`" in capfd.readouterr().err
+    assert f"start one with `{own_fleet.named('up')} -f FILE`" in capfd.readouterr().err
 
 
 def test_editing_and_applying_scales_and_rolls_without_a_failed_request(fleet: LocalFleet) -> None:
@@ -228,7 +228,7 @@ def test_a_replica_that_cannot_start_is_shown_with_the_end_of_its_log(
     assert last.startswith(
         f"argosy up: {fleet.replica_name(1)} does not start: exited with code 1 while starting"
     )
-    assert "the fleet keeps trying: `argosy up` with a corrected manifest changes it" in last
+    assert f"the fleet keeps trying: `{fleet.named('up')}` with a corrected manifest changes it" in last
     assert load.failures == []  # the old replica still serves
     replicas = {replica.name: replica for replica in fleet.replicas()}
     assert replicas[fleet.replica_name(0)].phase == "Routable"
@@ -259,7 +259,7 @@ def test_a_model_that_an_engine_refuses_is_wrong_usage_and_names_the_field(
         "exited with code 2 while starting (in the manifest --max-model-len is spec.engine.maxModelLen)"
         in last
     )
-    assert last.endswith("`argosy down` stops it")
+    assert last.endswith(f"`{fleet.named('down')}` stops it")
 
 
 def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
@@ -269,9 +269,8 @@ def test_an_engine_that_refuses_its_arguments_is_started_again_by_up_only(
     fleet.manifest(engine={"env": [{"name": "FAKE_EXIT", "value": "2"}]})
     for attempt in (1, 2):
         assert (fleet.start() if attempt == 1 else fleet.up()) == 2
-        assert (
-            "; the fleet does not try it again: `argosy up` with" in capfd.readouterr().err.splitlines()[-1]
-        )
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert f"; the fleet does not try it again: `{fleet.named('up')}` with" in last
         (replica,) = fleet.replicas()
         assert (replica.phase, replica.restarts) == ("BackOff", attempt - 1)
         assert replica.reason == "exited with code 2 while starting; the next `argosy up` starts it again"
@@ -389,7 +388,7 @@ def check_refusal_of_another_key(
     assert fleet.up() == 2
     error = capfd.readouterr().err
     assert f"requires {present} of clients" in error
-    assert "`argosy down` first to change the key, or unset ARGOSY_ROUTER_API_KEY" in error
+    assert f"`{fleet.named('down')}` first to change the key, or unset ARGOSY_ROUTER_API_KEY" in error
     assert "changed" not in error
     assert len(fleet.replicas()) == 1
     monkeypatch.delenv("ARGOSY_ROUTER_API_KEY")  # which asks for no change
@@ -507,7 +506,8 @@ def test_a_second_up_waits_and_is_refused_another_port(
         monkeypatch.setattr(control_client, "SUPERVISOR", FAKE_SUPERVISOR)
         control_client.start_supervisor(own_fleet.state, ("--port", str(own_fleet.port)), {})
     with second:
-        assert f"the fleet already listens on {own_fleet.url}; `argosy down` first" in second.stderr.read()
+        first = f"`{own_fleet.named('down')}` first"
+        assert f"the fleet already listens on {own_fleet.url}; {first}" in second.stderr.read()
     assert second.returncode == 2
     assert own_fleet.status().services == ()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.config import EngineArgs
@@ -250,10 +252,11 @@ def test_the_largest_steps_run_and_sample_every_request(
     seen: list[tuple[int, list[int], list[int]]] = []
     forward = runner.model.forward
 
-    def spy(token_ids: Any, positions: Any, kv_cache: Any, meta: Any) -> Any:
+    def spy(inputs: ModelInputs) -> torch.Tensor:
+        meta = inputs.meta
         query_lens = np.diff(meta.query_start_loc_cpu).tolist()
         seen.append((meta.num_decodes, query_lens, meta.seq_lens.tolist()))
-        return forward(token_ids, positions, kv_cache, meta)
+        return forward(inputs)
 
     monkeypatch.setattr(runner.model, "forward", spy)
     assert run_largest_steps(runner, args, 1024) == 10

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.frontend.outputs import RequestOutput
 from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.model_runner import ModelRunner
@@ -27,9 +28,9 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
         model: Any = runner.model
         forward = model.forward
 
-        def limited_forward(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-            hidden = forward(token_ids, *rest)
-            if len(token_ids) > 80:
+        def limited_forward(inputs: ModelInputs) -> torch.Tensor:
+            hidden: torch.Tensor = forward(inputs)
+            if len(inputs.token_ids) > 80:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
             return hidden
 
