@@ -10,7 +10,12 @@ import pytest
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.server_connection import REQUESTS_PER_TURN, ServerConnection, ServerState
+from argosy_router.http.server_connection import (
+    FEED_BYTES,
+    REQUESTS_PER_TURN,
+    ServerConnection,
+    ServerState,
+)
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import DEADLINE_S, TICK_S, StoppedClock, raw, rig
@@ -95,6 +100,22 @@ async def test_requests_wait_until_the_answers_before_them_are_read() -> None:
         connection.resume_writing()
     assert wire.is_read
     assert not wire.is_closed
+
+
+async def test_requests_that_wait_for_a_slow_client_are_not_all_parsed() -> None:
+    """Parsed, short ones take twenty times their bytes, and count nowhere while there is no key."""
+    recorder, wire = Recorder(), FullWire()
+    wheel = TimerWheel(cast("asyncio.AbstractEventLoop", Clock()))
+    wire.connection = connection = ServerConnection(ServerState(recorder, ServerLimits(), wheel))
+    connection.connection_made(wire)
+    sent = b"GET /ping HTTP/1.1\r\nhost: a\r\n\r\n"
+    count = 256 * 1024 // len(sent)
+    connection.data_received(sent * count)
+    while len(recorder.messages) < count:
+        assert len(connection.reader.ready) <= FEED_BYTES // len(sent) + 1
+        connection.resume_writing()
+        await asyncio.sleep(0)
+    assert wire.sent.count(b"HTTP/1.1 200") == count
 
 
 def asking(key: str, **fields: object) -> bytes:
