@@ -173,8 +173,10 @@ class ServerConnection(asyncio.Protocol):
                 self._held.clear()
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes up to a piece in which a request ends; hold what follows until that one was answered. Parsed, many
-        small requests take twenty times their bytes."""
+        """Parse bytes up to a piece in which a request ends; hold what follows until that one was answered.
+
+        Parsed, many small requests take twenty times their bytes.
+        """
         reader = self.reader
         begin = 0
         while begin < len(data) and not self._held:
