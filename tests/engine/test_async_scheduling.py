@@ -83,6 +83,31 @@ def test_tokens_are_those_of_the_synchronous_engine(
         assert found[index].error is None
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"num_gpu_blocks_override": 24, "max_model_len": 128}], ids=["plain", "crowded"]
+)
+def test_the_modelling_code_of_transformers_gives_what_ours_gives(
+    expected: dict[str, RequestOutput], flags: dict[str, Any]
+) -> None:
+    found = generate(async_scheduling=True, model_impl="transformers", **flags)
+    for index in expected:
+        assert found[index].error is None
+        found_tokens, wanted = (
+            [(choice.token_ids, choice.finish_reason) for choice in output[index].outputs]
+            for output in (found, expected)
+        )
+        assert found_tokens == wanted
+        assert logprobs(found[index]) == pytest.approx(logprobs(expected[index]), abs=1e-3)
+
+
+def logprobs(output: RequestOutput) -> list[float]:
+    """Log probabilities of the prompt's tokens, and of those that were sampled."""
+    positions = [*(output.prompt_logprobs or ())]
+    for choice in output.outputs:
+        positions += choice.logprobs or ()
+    return [score for position in positions for score in position.logprobs]
+
+
 @pytest.fixture
 def engine() -> Iterator[LLMEngine]:
     args = EngineArgs.of(
