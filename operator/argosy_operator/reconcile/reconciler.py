@@ -366,7 +366,7 @@ class Reconciler:
             try:
                 is_left_alone = deployment_problem(parse(obj), self._config) is not None
             except msgspec.ValidationError:
-                is_left_alone = True
+                is_left_alone = False
             self._left_alone[key] = _version(obj), is_left_alone
         return is_left_alone
 

@@ -150,8 +150,8 @@ class ConnectionPool:
             self._turns.run(partial(waiter.on_connect_failed, error))
         else:
             if connection.is_closed:
-                error = ConnectFailed("the replica closed the connection at once")
-                self._turns.run(partial(waiter.on_connect_failed, error))
+                closed = ConnectFailed("the replica closed the connection at once")
+                self._turns.run(partial(waiter.on_connect_failed, closed))
                 return
             self.connections.add(connection)
             waiter.on_connected(connection)
