@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
@@ -85,8 +87,6 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
 
 def _within(layer: AttentionParams, positions: int) -> AttentionParams:
     """Return the layer without a window or chunks that no request exceeds."""
-    from msgspec.structs import replace
-
     if layer.sliding_window is not None and layer.sliding_window >= positions:
         layer = replace(layer, sliding_window=None)
     if layer.chunk_size is not None and layer.chunk_size >= positions:

@@ -75,6 +75,9 @@ class _Peer:
         """Time of the first poll without an answer; None after an answer."""
         self.task: asyncio.Task[None] | None = None
 
+    def is_unreachable(self, now: float) -> bool:
+        return self.failing_since is not None and now >= self.failing_since + UNREACHABLE
+
 
 class RouterWatch:
     """Polls routers, and calls `on_change(keys of affected services, None for all)` when the merged view changes."""
@@ -165,7 +168,7 @@ class RouterWatch:
                 continue
             if now >= peer.failing_since + GRACE:
                 self._silent.add(uid)
-            if now >= peer.failing_since + UNREACHABLE:
+            if peer.is_unreachable(now):
                 unreachable.append(peer.pod.name)
             else:
                 ends += [peer.failing_since + wait for wait in (GRACE, UNREACHABLE)]
@@ -215,10 +218,7 @@ class RouterWatch:
                 if replica.routable:
                     sent.add(replica.service)
         self._unsent_since = {each: self._unsent_since.get(each, now) for each in known - sent}
-        if any(
-            peer.report is None and not (peer.failing_since and now >= peer.failing_since + UNREACHABLE)
-            for peer in self._peers.values()
-        ):
+        if any(peer.report is None and not peer.is_unreachable(now) for peer in self._peers.values()):
             return frozenset(), []
         ends = {each: since + UNSENT for each, since in self._unsent_since.items()}
         return (
