@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 # fmt: off
 MODEL_TYPES = (
@@ -64,9 +64,86 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small_config(model_type: str) -> Any:
-    """Return a small config of a model type."""
+WRAPPER_TYPES = (
+    *(
+        "aria",
+        "aya_vision",
+        "cohere2_vision",
+        "deepseek_vl",
+        "ernie4_5_vl_moe",
+        "exaone4_5",
+        "gemma3",
+        "gemma4",
+    ),
+    *("glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3", "internvl", "kimi_k25", "llama4", "llava"),
+    *(
+        "llava_next",
+        "llava_onevision",
+        "mistral3",
+        "ovis2",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+    ),
+    *("smolvlm", "video_llama_3", "paligemma", "qwen3_5", "qwen3_5_moe", "mllama"),
+)
+"""Model types with a text part in them."""
+_SMALL_PART: dict[str, Any] = {
+    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2,
+    "num_attention_heads": 2, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64,
+    "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "num_position_embeddings": 16,
+    "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "head_dim": 16,
+}  # fmt: skip
+"""Values of fields of what is beside the text part."""
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}
+_OWN_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen2_5_vl": {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+    "qwen3_vl_moe": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+    **{name: {"head_dim": 24, "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}}
+       for name in ("glm4v_moe", "glm_ocr")},
+    "ernie4_5_vl_moe": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
+    "glm4v": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+}  # fmt: skip
+"""Fields of the text parts of wrappers, besides those of their model types."""
+
+
+def small_wrapper_config(model_type: str, **text: Any) -> Any:
+    """Return a small config of a model type with parts for images.
+
+    Args:
+        text: fields of the text part.
+    """
     config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    parts: dict[str, Any] = {}
+    for name in config_class.sub_configs:
+        part = getattr(default, name)
+        if part is default.get_text_config():
+            parts[name] = small_config(
+                part.model_type, type(part), **{**_OWN_TEXT.get(model_type, {}), **text}
+            )
+        elif part is not None:
+            known = part.to_dict()
+            fields = {field: value for field, value in _SMALL_PART.items() if known.get(field) is not None}
+            parts[name] = type(part)(**fields)
+    known = default.to_dict()
+    tokens = {
+        name: 5 + index
+        for index, name in enumerate(sorted(known))
+        if name.endswith(("token_id", "token_index"))
+    }
+    sizes = {
+        name: value for name, value in (("hidden_size", 64), ("vocab_size", VOCAB_SIZE)) if name in known
+    }
+    return config_class(**parts, **tokens, **sizes)
+
+
+def small_config(model_type: str, config_class: Any = None, **own: Any) -> Any:
+    """Return a small config of a model type."""
+    config_class = config_class or CONFIG_MAPPING[model_type]
     known = inspect.signature(config_class.__init__).parameters.keys() | config_class().to_dict().keys()
     fields = {name: value for name, value in _SMALL.items() if name in known}
     default = config_class().to_dict()
@@ -76,15 +153,18 @@ def small_config(model_type: str) -> Any:
     fields = {
         name: value for name, value in fields.items() if not isinstance(default.get(name), (list, dict))
     }
-    fields |= _OWN.get(model_type, {})
+    fields |= _OWN.get(model_type, {}) | own
     return config_class(**{name: value for name, value in fields.items() if value is not None})
 
 
 def write_checkpoint(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Write a checkpoint with random weights, norms, biases and sinks; return transformers' model of it, eager."""
-    config = small_config(model_type)
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if model_type in WRAPPER_TYPES:
+        config, auto_class = small_wrapper_config(model_type), AutoModelForImageTextToText
+    else:
+        config, auto_class = small_config(model_type), AutoModelForCausalLM
+    model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

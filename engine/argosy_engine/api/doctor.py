@@ -35,6 +35,7 @@ from argosy_engine.model_configs.quantization_config import (
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import MemoryBudget
@@ -125,6 +126,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
         if has_weights:
             if not isinstance(config, TransformersConfig):  # whose loader knows other names
+                elements = text_tensors(elements) if config.wrapper is not None else elements
                 check_names(path, config, elements)
             if not is_remote(args):  # of which there are headers only
                 config = with_stored_head(path, config)
@@ -135,6 +137,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         from argosy_engine.models.loader import complete_config  # which imports torch
 
         config = complete_config(config)
+        elements = without_parts(elements, config.unserved_parts) if config.wrapper is not None else elements
     elements = stage_elements(config, elements, stages)
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:

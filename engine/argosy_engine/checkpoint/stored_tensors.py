@@ -18,6 +18,7 @@ import msgspec
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.wrapper_config import text_tensors
 
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -46,7 +47,7 @@ def with_stored_head(path: Path, config: Config) -> Config:
     if not config.tie_word_embeddings:
         return config
     try:
-        if not _has_own_head(path):
+        if not _has_own_head(path, is_wrapped=config.wrapper is not None):
             return config
     except (ConfigError, OSError):
         return config
@@ -77,10 +78,10 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
         raise ConfigError(f"the tensors of {path} do not fit its config.json: {'; '.join(missing)}")
 
 
-def _has_own_head(path: Path) -> bool:
+def _has_own_head(path: Path, *, is_wrapped: bool) -> bool:
     heads, embeddings = [], []
     for shard in read_shards(path):
-        for name, tensor in shard.tensors.items():
+        for name, tensor in (text_tensors(shard.tensors) if is_wrapped else shard.tensors).items():
             place = (shard.file, shard.data_start, tensor)
             if name == HEAD:
                 heads.append(place)

@@ -24,7 +24,7 @@ from argosy_engine.checkpoint.byte_ranges import ByteRanges, byte_ranges, chunks
 from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_header
 from argosy_engine.checkpoint.staged_reader import CopyEvent, Piece, ShortRead, StagedReader
-from argosy_engine.checkpoint.weights import DTYPES, SafetensorsWeights, WeightPlan, prefixed
+from argosy_engine.checkpoint.weights import DTYPES, SafetensorsWeights, WeightPlan
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Shard
 
@@ -103,14 +103,20 @@ class StreamedWeights(SafetensorsWeights):
     What is taken in another order than planned is read as `SafetensorsWeights` reads it, as are scales.
 
     Args:
-        path, dtype, device, prefix: see `SafetensorsWeights`.
+        path, dtype, device, prefix, is_wrapped: see `SafetensorsWeights`.
     """
 
     def __init__(
-        self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str, copies: WeightCopies
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        prefix: str,
+        copies: WeightCopies,
+        is_wrapped: bool = False,
     ) -> None:
-        super().__init__(path, dtype, device, prefix=prefix)
-        self._prefix = prefix
+        super().__init__(path, dtype, device, prefix=prefix, is_wrapped=is_wrapped)
         self._copies = copies
         self._planned: deque[_Planned] = deque()
         self._passed: set[str] = set()
@@ -213,8 +219,7 @@ class StreamedWeights(SafetensorsWeights):
             for name, stored in tensors.items():
                 if wanted is None or name in wanted:
                     places[name] = file, data_start, stored
-        if not any(name.startswith(self._prefix) for name in places):
-            places = {prefixed(name, self._prefix): place for name, place in places.items()}
+        places = self._named(places)
         for name in plan.shapes:
             if name in plan.scales:
                 continue

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,10 +23,12 @@ from argosy_engine.checkpoint.stored_tensors import HEAD, NO_HEAD
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.sharding import Shard
+from argosy_engine.model_configs.wrapper_config import text_tensors
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 """Dtypes that a layer may take, by their names in safetensors."""
+_Source = TypeVar("_Source")
 _MAX_NAMED = 6
 """Tensor names that an error message lists for each kind of fault."""
 
@@ -153,6 +155,7 @@ class SafetensorsWeights(Weights):
 
     Args:
         prefix: prefix of the base model's tensor names ("model."). Checkpoints saved from the base model lack it.
+        is_wrapped: whether the tensors are those of a wrapper's text part.
 
     Attributes:
         on_read: called with the number of bytes of the file whenever some have been taken, at least after each tensor.
@@ -161,13 +164,22 @@ class SafetensorsWeights(Weights):
         ConfigError: a file is missing, truncated or not safetensors.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, prefix: str, is_wrapped: bool = False
+    ) -> None:
         super().__init__(dtype, device)
         self.path = path
+        self._prefix = prefix
+        self._is_wrapped = is_wrapped
         self.on_read: Callable[[int], None] = lambda num_bytes: None
-        self._files = _open_checkpoint(path)
-        if not any(name.startswith(prefix) for name in self._files):
-            self._files = {prefixed(name, prefix): source for name, source in self._files.items()}
+        self._files = self._named(_open_checkpoint(path))
+
+    def _named(self, tensors: Mapping[str, _Source]) -> dict[str, _Source]:
+        """Return a checkpoint's tensors by the names that the model uses."""
+        found = text_tensors(tensors) if self._is_wrapped else dict(tensors)
+        if any(name.startswith(self._prefix) for name in found):
+            return found
+        return {prefixed(name, self._prefix): source for name, source in found.items()}
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None

@@ -59,6 +59,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
     quantization: QuantizationConfig | None = None
     """None: the weights are not quantised."""
+    wrapper: str | None = None
+    """Architecture of the checkpoint if this is its text part (`wrapper_config`)."""
     pooling: PoolingSpec | None = None
     """What it computes if it is served for pooling; None: it generates."""
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
+from argosy_engine.model_configs.wrapper_config import WRAPPER, is_wrapper
 
 MIN_VERSION = (5, 24)
 """Oldest release of transformers whose modelling code we run: the one that the tests compare with."""
@@ -40,6 +41,8 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
     calls: tuple[tuple[str, int, int, str | None], ...] = ()
     """Of each call the module's name, the sizes of a query and of a value, and the parameter with the sinks."""
 
+    unserved_parts: tuple[str, ...] = ()
+    """Modules of a wrapper that are not built."""
     numbers_tokens: bool = False
     """Whether the model numbers the tokens of a step by itself, besides the positions that it is given."""
 
@@ -51,17 +54,30 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
 
     def hf_config(self) -> Any:
         """Return a new config object of transformers'."""
-        return _hf_config(json.loads(self.fields))
+        return read_hf_config(json.loads(self.fields))
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         architecture = raw["architectures"][0]
+        wraps = is_wrapper(raw, architecture)
+        if architecture.endswith(WRAPPER) and not wraps:
+            raise ConfigError(
+                f"architecture {architecture} is not supported: it is no decoder with parts for images, video or "
+                f"sound, whose text part could be served; serve a decoder, {OTHER_ENGINES}"
+            )
         for name, value in _counts(raw):
             if isinstance(value, int) and value > _MAX_COUNT:
                 raise ConfigError(f"{name} {value} exceeds {_MAX_COUNT}")
         version = _transformers_version()
         fields = json.dumps(dict(raw), sort_keys=True)
-        config = _hf_config(dict(raw))
+        whole = read_hf_config(raw)
+        config = whole.get_text_config() if wraps else whole
+        if wraps and (
+            config is whole or any(getattr(each, "is_encoder_decoder", False) for each in (whole, config))
+        ):
+            raise ConfigError(
+                f"{architecture} has no text part that generates by itself; serve another model, {OTHER_ENGINES}"
+            )
         heads = _number(config, "num_attention_heads")
         if not heads:
             raise ConfigError(
@@ -78,7 +94,9 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             "num_key_value_heads": heads,
             "head_dim": _number(config, "head_dim") or max(hidden // heads, 1),
             "max_position_embeddings": _positions(config),
-            "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+            "tie_word_embeddings": any(
+                getattr(each, "tie_word_embeddings", False) for each in (whole, config)
+            ),
             "sliding_windows": (None,) * config.num_hidden_layers,
             "fields": fields,
             "transformers_version": version,
@@ -112,14 +130,20 @@ def _transformers_version() -> str:
     return found
 
 
-def _hf_config(raw: dict[str, Any]) -> Any:
+def read_hf_config(raw: RawConfig) -> Any:
+    """Return transformers' config object of a config.json.
+
+    Raises:
+        ConfigError: transformers is missing, has no such model_type, or refuses the config.
+    """
+    _transformers_version()
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ConfigError(f"transformers {_transformers_version()} has no model_type {model_type!r}")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_decoded(raw))
+        return CONFIG_MAPPING[model_type].from_dict(_decoded(dict(raw)))
     except Exception as error:  # whatever its validation raises
         raise ConfigError(f"transformers refuses it: {type(error).__name__}: {str(error)[:300]}") from None
 

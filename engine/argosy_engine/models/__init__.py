@@ -8,6 +8,7 @@
     gpt2_layers            layers of these two
 
     transformers_model     any other decoder, by transformers' modelling code
+    transformers_wrapper   the text part of transformers' models for images, video or sound
     transformers_probe     holds it against transformers' own attention before it is served
 
     pooled_model           one of ours without its output head, for embeddings and labels

@@ -17,6 +17,13 @@ from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, rea
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
+from argosy_engine.model_configs.wrapper_config import (
+    NATIVE_WRAPPERS,
+    is_wrapper,
+    native_text_part,
+    text_quantization,
+    with_outer_fields,
+)
 from argosy_engine.models import registry
 from argosy_engine.models.pooling_file import pooling_spec
 
@@ -74,8 +81,13 @@ def parse_config(
         raw = _WatchedConfig(raw)
     _refuse_code(raw)
     architecture = _architecture(raw)
+    wrapper: str | None = None
+    if is_wrapper(raw, architecture):
+        wrapper = architecture
+        raw, architecture = _text_part(raw, architecture, model_impl)
     config_class = registry.config_class(architecture, model_impl)
     common = {
+        "wrapper": wrapper,
         "architecture": architecture,
         "dtype": _dtype(raw),
         "eos_token_ids": _eos_token_ids(raw, generation),
@@ -83,11 +95,29 @@ def parse_config(
         "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
         "quantization": parse_quantization(raw, hf_quant_config),
     }
+    if wrapper is not None:
+        common["quantization"] = text_quantization(common["quantization"])
     try:
         fields = config_class.fields_of(raw.with_architecture(registry.decoder_of(architecture, model_impl)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
     return config_class.of({**fields, **common})
+
+
+def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tuple[_WatchedConfig, str]:
+    """Return the config from which a wrapper is served, and its architecture: of the text part if it is one of ours."""
+    raw.read |= {"text_config"} if "text_config" in raw else raw.keys()
+    fields = None
+    if wrapper in NATIVE_WRAPPERS and model_impl != "transformers":
+        fields = native_text_part({**raw, "architectures": [wrapper]})
+    if fields is None:
+        if model_impl == "argosy":
+            raise ConfigError(
+                f"the text part of this {wrapper} is not one of our architectures; leave out --model-impl argosy"
+            )
+        fields = with_outer_fields(raw)
+    text = _WatchedConfig(fields)
+    return text, _architecture(text)
 
 
 def check_config(raw: RawConfig) -> ModelConfig:
@@ -142,7 +172,7 @@ def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
     for name, value in overrides.items():
         is_nested = name.endswith("_config") and name != "quantization_config"
         if is_nested and isinstance(value, dict) and isinstance(own.get(name), dict):
-            changed[name] = {**own[name], **value}
+            changed[name] = {**without_overridden_rope(own[name], value), **value}
     before, after = _architecture(own), _architecture(changed)
     if before != after and registry.decoder_of(before) != registry.decoder_of(after):
         raise ConfigError(f"--hf-overrides: {after} is not a {before} with another head")

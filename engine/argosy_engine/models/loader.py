@@ -169,11 +169,13 @@ def load_model(
             taken = plan_weights(config, dtype, sharding, stage)
         if load_format == "dummy":
             return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
-        prefix = model_class.checkpoint_prefix
+        prefix, is_wrapped = model_class.checkpoint_prefix, config.wrapper is not None
         streamed: StreamedWeights | None = None
         if device.type == "cuda":
-            streamed = StreamedWeights(path, dtype, device, prefix=prefix, copies=CudaCopies(device))
-        reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix)
+            streamed = StreamedWeights(
+                path, dtype, device, prefix=prefix, copies=CudaCopies(device), is_wrapped=is_wrapped
+            )
+        reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix, is_wrapped=is_wrapped)
         reader.check(plan, [*model_class.ignored_tensors, *_unused_heads(config), *_kv_scales(config)])
         with (
             LoadProgress(reader.stored_bytes(taken), on_read) as progress,

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 
 if TYPE_CHECKING:
     import torch
@@ -111,11 +112,13 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
     """
     if architecture in _GENERATING and model_impl != "transformers":
         return True
-    if model_impl == "argosy" or not architecture.endswith(_CAUSAL):
+    if architecture in NATIVE_WRAPPERS:
+        return False  # the architecture of its text part counts
+    if model_impl == "argosy" or not architecture.endswith((*_CAUSAL, WRAPPER)):
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
             "ForSequenceClassification and their base models, and unless --model-impl argosy is given the causal "
-            f"models of transformers' (…ForCausalLM); serve one of these, {OTHER_ENGINES}"
+            f"models of transformers' (…ForCausalLM) and text parts (…{WRAPPER}); serve one of these, {OTHER_ENGINES}"
         )
     return False
 

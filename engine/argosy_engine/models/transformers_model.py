@@ -44,6 +44,8 @@ from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.layers.linear_kernels import linear_kernel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.wrapper_config import without_parts
+from argosy_engine.models.transformers_wrapper import text_model, wrapper_class
 
 _STEP, _FOLLOWED = "argosy", "argosy_followed"
 """Names of our attention function: in steps, where transformers makes no masks for it, and while a model is
@@ -243,7 +245,8 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         return config
     _model_class(config, _hf_config(config, _FOLLOWED))
     try:
-        model = _empty_model(config)
+        whole = _empty_model(config)
+        model = whole if config.wrapper is None else text_model(whole)
         follower = _Follower(model)
         ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
         positions = torch.arange(_FOLLOWED_TOKENS).unsqueeze(0)
@@ -267,6 +270,7 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         config,
         attention=tuple(_of_one_page_size(layers)),
         numbers_tokens=numbers_tokens,
+        unserved_parts=tuple(getattr(whole, "unserved_parts", ())),
         calls=tuple((each.module, each.query_dim, each.value_dim, each.sinks) for each in follower.layers),
     )
 
@@ -325,14 +329,18 @@ def _hf_config(config: TransformersConfig, implementation: str) -> Any:
     """Return transformers' config object."""
     hf_config = config.hf_config()
     hf_config._attn_implementation = implementation
-    hf_config.tie_word_embeddings = config.tie_word_embeddings
-    hf_config.use_cache = False
+    for each in (hf_config, hf_config.get_text_config()):
+        if config.wrapper is None or not config.tie_word_embeddings:  # of a wrapper either may be tied
+            each.tie_word_embeddings = config.tie_word_embeddings
+        each.use_cache = False
     return hf_config
 
 
 def _model_class(config: TransformersConfig, hf_config: Any) -> type[PreTrainedModel]:
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    found: type[PreTrainedModel] | None = mapping.get(type(hf_config), None)
+    found: type[PreTrainedModel] | None = (
+        mapping.get(type(hf_config), None) if config.wrapper is None else wrapper_class(hf_config)
+    )
     if found is None or found.__name__ != config.architecture:
         raise ConfigError(
             f"architecture {config.architecture} is not supported: transformers {transformers.__version__} has none of "
@@ -449,8 +457,14 @@ class TransformersModel:
     checkpoint_prefix: ClassVar[str] = ""
     ignored_tensors: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, config: TransformersConfig, model: PreTrainedModel, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: TransformersConfig,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+    ) -> None:
         self.model = model
+        self._is_wrapped = config.wrapper is not None
         self._numbers_tokens = config.numbers_tokens
         self._body = _body(model)
         self._given: torch.Tensor | None = None
@@ -511,9 +525,11 @@ class TransformersModel:
     def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits [T, vocab_size] of one request with transformers' own attention, without a cache."""
         _set_attention(self.model, "eager")
+        given: dict[str, torch.Tensor] = {}
+        if not self._is_wrapped:  # a wrapper numbers tokens in ways of its own
+            given["position_ids"] = torch.arange(len(token_ids), device=token_ids.device).unsqueeze(0)
         try:
-            positions = torch.arange(len(token_ids), device=token_ids.device).unsqueeze(0)
-            output = self.model(input_ids=token_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+            output = self.model(input_ids=token_ids.unsqueeze(0), use_cache=False, **given)
         finally:
             _set_attention(self.model, _STEP)
         logits: torch.Tensor = output.logits
@@ -588,8 +604,11 @@ def load_transformers(
             reason = str(error).strip()[:600]
             raise ConfigError(f"transformers cannot load {path}: {type(error).__name__}: {reason}") from error
         model, info = loaded
+        if config.wrapper is not None:
+            read = dict.fromkeys(info.get("unexpected_keys") or ())
+            info = {**info, "unexpected_keys": without_parts(read, model.unserved_parts).keys()}
         _check_tensors(path, info)
-    model = model.eval().requires_grad_(False).to(device)
+    model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return TransformersModel(config, model, backend), elements
 
