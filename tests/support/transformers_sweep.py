@@ -41,7 +41,11 @@ class Outcome(NamedTuple):
 
 def outcome(model_type: str, path: Path, **flags: Any) -> Outcome:
     """Serve a checkpoint of a model type, written to `path`: batched, in chunks over a prefix cache, and preempted."""
-    reference = write_checkpoint(model_type, path)
+    return served(write_checkpoint(model_type, path), path, **flags)
+
+
+def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
+    """Serve a checkpoint, and compare its tokens with those of the model in transformers."""
     preemptions = 0
     try:
         config = complete_config(load_model_config(path, EngineArgs.of(model=str(path), **flags).model_use))

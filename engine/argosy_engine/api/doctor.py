@@ -137,7 +137,8 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         from argosy_engine.models.loader import complete_config  # which imports torch
 
         config = complete_config(config)
-        elements = without_parts(elements, config.unserved_parts) if config.wrapper is not None else elements
+        if isinstance(config, TransformersConfig) and config.wrapper is not None:
+            elements = without_parts(elements, config.unserved_parts)
     elements = stage_elements(config, elements, stages)
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
@@ -71,6 +72,8 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
         version = _transformers_version()
         fields = json.dumps(dict(raw), sort_keys=True)
         whole = read_hf_config(raw)
+        for name in _known_fields(type(whole)):
+            raw.get(name)  # so that no override counts as one that changes nothing
         config = whole.get_text_config() if wraps else whole
         if wraps and (
             config is whole or any(getattr(each, "is_encoder_decoder", False) for each in (whole, config))
@@ -101,6 +104,13 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             "fields": fields,
             "transformers_version": version,
         }
+
+
+def _known_fields(config_class: Any) -> set[str]:
+    """Return the names of the fields that a config class of transformers reads."""
+    with suppress(Exception):  # classes without defaults that fit each other
+        return {*config_class().to_dict(), *config_class.attribute_map, "rope_scaling", "rope_theta"}
+    return set()
 
 
 def _within(layer: AttentionParams, positions: int) -> AttentionParams:

@@ -41,6 +41,8 @@ _NATIVE_TEXTS = {
 """Our architectures, by the text part's model_type."""
 _OUTER = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id")
 """Fields that either of the two configs may have."""
+READ_OF_WRAPPERS = frozenset({*_OUTER, "text_config", "tie_word_embeddings"})
+"""Fields of a wrapper's config that are read, unless it has those of the text part beside them (Qwen2.5-VL)."""
 _PARTS = re.compile(r"(?!quantization|compression|generation)\w+_config")
 _OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|image_newline|multi_modal_projector|connector)(\.|$)"
@@ -74,17 +76,12 @@ def with_outer_fields(raw: RawConfig) -> dict[str, Any]:
     return {**raw, **{name: value for name in _OUTER if (value := either(raw, name)) is not None}}
 
 
-def native_text_part(raw: RawConfig) -> dict[str, Any] | None:
+def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
     """Return the text part's config.json, `architectures` included; None if it is not one of ours.
 
-    Raises:
-        ConfigError: transformers, whose config classes know the defaults of both, is missing or refuses it.
+    Args:
+        config: transformers' config object, which knows the defaults of both.
     """
-    from argosy_engine.model_configs.transformers_config import read_hf_config
-
-    if raw["architectures"][0] not in NATIVE_WRAPPERS:
-        return None
-    config = read_hf_config(raw)
     text = config.get_text_config()
     architecture = _NATIVE_TEXTS.get(text.model_type)
     fields = text.to_dict()

@@ -17,8 +17,10 @@ from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, rea
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
+from argosy_engine.model_configs.transformers_config import read_hf_config
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
+    READ_OF_WRAPPERS,
     is_wrapper,
     native_text_part,
     text_quantization,
@@ -86,6 +88,7 @@ def parse_config(
         wrapper = architecture
         raw, architecture = _text_part(raw, architecture, model_impl)
     config_class = registry.config_class(architecture, model_impl)
+    quantization = parse_quantization(raw, hf_quant_config)
     common = {
         "wrapper": wrapper,
         "architecture": architecture,
@@ -93,10 +96,8 @@ def parse_config(
         "eos_token_ids": _eos_token_ids(raw, generation),
         "is_matryoshka": raw.get("is_matryoshka") or False,
         "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
-        "quantization": parse_quantization(raw, hf_quant_config),
+        "quantization": quantization if wrapper is None else text_quantization(quantization),
     }
-    if wrapper is not None:
-        common["quantization"] = text_quantization(common["quantization"])
     try:
         fields = config_class.fields_of(raw.with_architecture(registry.decoder_of(architecture, model_impl)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
@@ -106,10 +107,10 @@ def parse_config(
 
 def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tuple[_WatchedConfig, str]:
     """Return the config from which a wrapper is served, and its architecture: of the text part if it is one of ours."""
-    raw.read |= {"text_config"} if "text_config" in raw else raw.keys()
+    raw.read |= READ_OF_WRAPPERS if "text_config" in raw else raw.keys()
     fields = None
     if wrapper in NATIVE_WRAPPERS and model_impl != "transformers":
-        fields = native_text_part({**raw, "architectures": [wrapper]})
+        fields = native_text_part(raw, read_hf_config(raw))
     if fields is None:
         if model_impl == "argosy":
             raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.safetensors_header import read_shards
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator
@@ -28,6 +29,7 @@ from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.wrapper_config import without_parts
 from argosy_engine.models import registry
 from argosy_engine.models.pooled_model import PooledModel
 from argosy_engine.models.registry import CausalLM
@@ -223,12 +225,28 @@ def _load_transformers(
             f"{config.architecture} is run by transformers' modelling code, whose layers are not compiled; use "
             "--compilation-config level 0"
         )
-    stored = 0 if seed is not None else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    stored = 0 if seed is not None else _stored_bytes(path, config)
     with torch.inference_mode(), LoadProgress(stored, on_read) as progress:
-        model, elements = load_transformers(path, config, backend, dtype=dtype, device=device, seed=seed)
-        progress.advance(stored)
+        model, elements = load_transformers(
+            path,
+            config,
+            backend,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            on_loaded=lambda share: progress.advance(int(share * stored) - progress.done_bytes),
+        )
+        progress.advance(stored - progress.done_bytes)
         probe(config, model, dtype, device)
     return LoadedModel(model, elements)
+
+
+def _stored_bytes(path: Path, config: TransformersConfig) -> int:
+    """Return the bytes in the files of what transformers' loader reads."""
+    tensors = {name: tensor for shard in read_shards(path) for name, tensor in shard.tensors.items()}
+    if config.wrapper is not None:
+        tensors = without_parts(tensors, config.unserved_parts)
+    return sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors.values())
 
 
 def _unused_heads(config: ModelConfig) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
@@ -571,11 +571,13 @@ def load_transformers(
     dtype: torch.dtype,
     device: torch.device,
     seed: int | None,
+    on_loaded: Callable[[float], None] = lambda _: None,
 ) -> tuple[TransformersModel, dict[str, int]]:
     """Load a model by transformers' own loader; return it, and the number of elements of each tensor, by name.
 
     Args:
         seed: of random weights, which no checkpoint is read for; None: the checkpoint's.
+        on_loaded: called with the share of the parameters that have been read, after each.
 
     Raises:
         ConfigError: the checkpoint lacks tensors, or has others than the model.
@@ -590,16 +592,17 @@ def load_transformers(
             model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=_STEP)
     else:
         try:
-            loaded: Any = model_class.from_pretrained(
-                str(path),
-                config=hf_config,
-                dtype=dtype,
-                attn_implementation=_STEP,
-                use_safetensors=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # named below
-                output_loading_info=True,
-            )
+            with _counted(on_loaded):
+                loaded: Any = model_class.from_pretrained(
+                    str(path),
+                    config=hf_config,
+                    dtype=dtype,
+                    attn_implementation=_STEP,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    ignore_mismatched_sizes=True,  # named below
+                    output_loading_info=True,
+                )
         except Exception as error:  # whatever its loader raises
             reason = str(error).strip()[:600]
             raise ConfigError(f"transformers cannot load {path}: {type(error).__name__}: {reason}") from error
@@ -611,6 +614,25 @@ def load_transformers(
     model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return TransformersModel(config, model, backend), elements
+
+
+@contextmanager
+def _counted(on_loaded: Callable[[float], None]) -> Iterator[None]:
+    """Report how far transformers' loader is, by the hook of its progress bar, which is not shown."""
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return counted(args[0]) if args and hasattr(args[0], "__len__") else factory(*args, **kwargs)
+
+    def counted(items: Collection[Any]) -> Iterator[Any]:
+        for index, each in enumerate(items, 1):
+            yield each
+            on_loaded(index / len(items))
+
+    before = transformers.utils.logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_tqdm_hook(before)
 
 
 def _check_tensors(path: Path, info: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from transformers import (
 
 from argosy_engine.errors import ConfigError
 
-
 _HOLDS_CAUSAL_MODEL = frozenset({"Llama4ForConditionalGeneration"})
 """Wrappers that only give embeddings to a whole causal model, which is served alone."""
 
@@ -34,7 +33,7 @@ def wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
 
     def initialise(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         found.__init__(self, config, *args, **kwargs)
-        self.unserved_parts = _take_away(self)
+        self.__dict__["unserved_parts"] = _take_away(self)
 
     return type(found.__name__, (found,), {"__init__": initialise, "__module__": found.__module__})
 

@@ -157,6 +157,12 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             config = load_model_config(self._path, args.model_use)
+            if config.wrapper is not None and self.rank == 0:
+                logger.info(
+                    "%s: its text part is served, as with --language-model-only; requests with images, video or sound "
+                    "are refused",
+                    config.wrapper,
+                )
             if args.load_format != "dummy":
                 config = with_stored_head(self._path, config)
             check_tensor_parallel(

@@ -1,0 +1,290 @@
+"""Text parts of models for images: their tokens against the whole model in transformers, names of tensors, refusals."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_use import HfOverrides, ModelUse
+from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.fetch_check import check_fetched_config
+from argosy_engine.models.loader import complete_config, load_model
+from argosy_engine.models.transformers_model import load_transformers
+from argosy_engine.sizing.device import DeviceMemory
+from argosy_fetcher.errors import UnsupportedModel
+from transformers_checkpoints import WRAPPER_TYPES, write_checkpoint
+from transformers_sweep import EXACT, outcome, served
+
+OURS = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3")
+OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+REFUSED = {
+    "mllama": "keeps a state of its own",
+    "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones
+    "qwen3_5": "keeps a state of its own",
+    "qwen3_5_moe": "keeps a state of its own",
+}
+"""Types that are not served, and what the refusal says."""
+IN_LLAVA = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+IN_QWEN = (("model.language_model.", "model."), ("model.visual.", "visual."))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    change(raw)
+    file.write_text(json.dumps(raw))
+
+
+def retold(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Write the tensors of a checkpoint anew."""
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def renamed(path: Path, prefixes: tuple[tuple[str, str], ...], *, are_older: bool = True) -> None:
+    """Give the tensors of a checkpoint their older names, or the newer ones, whichever of the two it has."""
+
+    def new_name(name: str) -> str:
+        for newer, older in prefixes:
+            for known in (newer, older):
+                if name.startswith(known):
+                    return (older if are_older else newer) + name.removeprefix(known)
+        return name
+
+    retold(path, lambda tensors: {new_name(name): tensor for name, tensor in tensors.items()})
+
+
+def refusal(path: Path, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        InprocClient(EngineArgs.of(model=str(path), **{**EXACT, **flags}))
+    return str(caught.value)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_type", WRAPPER_TYPES)
+def test_greedy_tokens_are_those_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    found = outcome(model_type, tmp_path, model_impl="transformers")
+    if model_type in REFUSED:
+        assert found.kind == "refused", found
+        assert REFUSED[model_type] in found.detail
+        assert "ForConditionalGeneration" in found.detail
+    else:
+        assert found[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("model_type", OURS)
+def test_our_own_decoders_compute_text_parts(model_type: str, tmp_path: Path) -> None:
+    assert outcome(model_type, tmp_path, model_impl="argosy")[:2] == ("served", "")
+    config = load_model_config(tmp_path)
+    assert config.wrapper in NATIVE_WRAPPERS
+    assert not isinstance(config, TransformersConfig)
+
+
+def test_each_of_our_text_parts_is_tried() -> None:
+    assert len(OURS) == len(NATIVE_WRAPPERS)
+
+
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+@pytest.mark.parametrize(
+    ("model_type", "prefixes"), [("gemma3", IN_LLAVA), ("mistral3", IN_LLAVA), ("qwen2_5_vl", IN_QWEN)]
+)
+def test_older_and_newer_names_of_tensors_are_known(
+    model_type: str, prefixes: tuple[tuple[str, str], ...], model_impl: str, tmp_path: Path
+) -> None:
+    reference = write_checkpoint(model_type, tmp_path)
+    for are_older in (False, True):
+        renamed(tmp_path, prefixes, are_older=are_older)
+        assert served(reference, tmp_path, model_impl=model_impl)[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+def test_other_parts_are_left_unread_and_nothing_else(model_impl: str, tmp_path: Path) -> None:
+    reference = write_checkpoint("qwen3_vl", tmp_path)
+    more = torch.ones(3)
+    retold(
+        tmp_path,
+        lambda tensors: {
+            **{name: tensor for name, tensor in tensors.items() if "visual.blocks" not in name},
+            "model.visual.new.weight": more,
+            "mtp.fc.weight": more.clone(),
+        },
+    )
+    assert served(reference, tmp_path, model_impl=model_impl)[:2] == ("served", "")
+    retold(tmp_path, lambda tensors: {**tensors, "model.language_model.layers.0.gate.weight": more})
+    assert "layers.0.gate.weight" in refusal(tmp_path, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+def test_a_text_part_that_lacks_tensors_is_refused(model_impl: str, tmp_path: Path) -> None:
+    write_checkpoint("qwen3_vl", tmp_path)
+    norms = "layers.2.self_attn.q_norm.weight"
+    retold(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if norms not in name})
+    assert norms in refusal(tmp_path, model_impl=model_impl)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    write_checkpoint("mistral3", tmp_path)
+    renamed(tmp_path, IN_LLAVA, are_older=False)
+    norm = "model.language_model.norm.weight"
+    retold(tmp_path, lambda tensors: {**tensors, "language_model.model.norm.weight": tensors[norm].clone()})
+    assert "model.norm.weight twice" in refusal(tmp_path)
+
+
+def test_the_log_says_that_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    write_checkpoint("mistral3", tmp_path)
+    InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))
+    assert any(
+        "Mistral3ForConditionalGeneration: its text part is served" in each for each in caplog.messages
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(architectures=["Gemma3ForConditionalGeneration"]), "transformers 5"),
+        (lambda raw: raw.update(auto_map={"AutoModel": "modeling.X"}), "that is never done"),
+        (lambda raw: raw.update(model_type="unheard-of"), "no model_type 'unheard-of'"),
+        (
+            lambda raw: raw.update(quantization_config={"quant_method": "awq", "bits": 4}),
+            "quant_method 'awq'",
+        ),
+        (
+            lambda raw: raw["text_config"].update(num_hidden_layers=10**9),
+            "num_hidden_layers 1000000000 exceeds",
+        ),
+        (lambda raw: raw["text_config"].update(num_hidden_layers=5), "layers.4."),
+    ],
+)
+def test_malformed_configs_are_refused(
+    change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    write_checkpoint("glm4v", tmp_path)
+    edit(tmp_path, change)
+    assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model_impl": "argosy"}, "leave out --model-impl argosy"),
+        ({"runner": "pooling"}, "only generates here"),
+        ({"quantization": "fp8"}, "without the flag"),
+    ],
+)
+def test_flags_that_do_not_work_with_it_are_refused(
+    flags: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_checkpoint("glm4v", tmp_path)
+    assert message in refusal(tmp_path, **flags)
+
+
+def test_a_model_is_refused_before_it_is_fetched() -> None:
+    for raw, message in (
+        ({"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}, "is not supported"),
+        ({"architectures": ["MllamaTextForConditionalGeneration"], "text_config": {}}, "no model_type None"),
+        ({"architectures": ["Florence2ForConditionalGeneration"], "model_type": "florence2", "vision_config": {}},
+         "no text part"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModel, match=message):
+            check_fetched_config("hf://a/b", raw)
+
+
+def test_fields_of_the_text_part_can_be_overridden(tmp_path: Path) -> None:
+    write_checkpoint("gemma3", tmp_path)
+    own = load_model_config(tmp_path)
+
+    def overridden(**fields: Any) -> Any:
+        return load_model_config(tmp_path, ModelUse(hf_overrides=HfOverrides.of(fields)))
+
+    assert own.max_position_embeddings == 512
+    assert overridden(text_config={"max_position_embeddings": 64}).max_position_embeddings == 64
+    assert overridden(eos_token_id=[7, 8]).eos_token_ids[:2] == (7, 8)
+    with pytest.raises(ConfigError, match="would change nothing"):
+        overridden(max_position_embeddings=64)
+
+
+def test_fields_that_transformers_reads_can_be_overridden(tmp_path: Path) -> None:
+    write_checkpoint("glm", tmp_path)
+
+    def overridden(**fields: Any) -> Any:
+        return load_model_config(tmp_path, ModelUse(hf_overrides=HfOverrides.of(fields)))
+
+    assert overridden(max_position_embeddings=64).max_position_embeddings == 64
+    with pytest.raises(ConfigError, match="would change nothing"):
+        overridden(no_such_field=64)
+
+
+def test_the_fingerprint_knows_the_code_and_all_tensors(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_vl", tmp_path)
+
+    def fingerprint(**flags: Any) -> str:
+        return InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT, **flags)).config.model_fingerprint
+
+    before = fingerprint()
+    assert before == fingerprint(model_impl="argosy")
+    assert before != fingerprint(model_impl="transformers")
+    norm = "model.language_model.norm.weight"
+    retold(tmp_path, lambda tensors: {**tensors, norm: tensors[norm] + 1})
+    assert fingerprint() != before
+
+
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+def test_doctor_counts_the_text_part_only(model_type: str, model_impl: str, tmp_path: Path) -> None:
+    write_checkpoint(model_type, tmp_path)
+    tokenizer = resolve_model("builtin://tiny") / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    args = EngineArgs.of(model=str(tmp_path), **EXACT, num_gpu_blocks_override=20, model_impl=model_impl)
+    found = diagnose(args, DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
+    assert found.budget is not None
+    client = InprocClient(args)
+    assert found.budget.block_bytes == client.config.memory.block_bytes
+    assert found.budget.weights_bytes == client.config.memory.weights_bytes
+
+
+def test_a_load_by_transformers_tells_how_far_it_is(tmp_path: Path) -> None:
+    write_checkpoint("glm4v", tmp_path)
+    config = complete_config(load_model_config(tmp_path))
+    assert isinstance(config, TransformersConfig)
+    backend, shares = TorchBackend(torch.float32), []
+    with torch.inference_mode():
+        load_transformers(
+            tmp_path, config, backend, dtype=torch.float32, device=torch.device("cpu"), seed=None,
+            on_loaded=shares.append,
+        )  # fmt: skip
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    read: list[tuple[int, int]] = []
+    load_model(
+        tmp_path, config, dtype=torch.float32, device=torch.device("cpu"), attention_backend="torch",
+        max_positions=512, load_format="auto", seed=0, on_read=lambda *each: read.append(each),
+    )  # fmt: skip
+    text = sum(
+        each.nbytes
+        for name, each in load_file(tmp_path / "model.safetensors").items()
+        if "visual" not in name
+    )
+    assert len(read) > 10
+    assert read[-1] == (text, text)
