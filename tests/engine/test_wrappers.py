@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,9 +28,43 @@ from argosy_engine.models.loader import complete_config, load_model
 from argosy_engine.models.transformers_model import load_transformers
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_fetcher.errors import UnsupportedModel
-from transformers_checkpoints import WRAPPER_TYPES, write_checkpoint
+from processes import free_port, running
+from transformers_checkpoints import WRAPPER_TYPES, write_checkpoint, write_folder
 from transformers_sweep import EXACT, outcome, served
 
+IN_GUIDES = ("qwen3_vl",)
+"""Types with which the command line and request of guides to vLLM are tried."""
+GUIDE = """
+    --dtype auto --tensor-parallel-size 1 --gpu-memory-utilization 0.85 --max-model-len 1024 --language-model-only
+    --enable-auto-tool-choice --tool-call-parser qwen3_coder --reasoning-parser qwen3 --enable-chunked-prefill
+    --enable-prefix-caching --async-scheduling
+"""
+GUIDE_REQUEST: dict[str, Any] = {
+    "stream": False,
+    "temperature": 0.7,
+    "max_tokens": 150,
+    "messages": [{"role": "user", "content": "Quel temps fait-il \u00e0 Paris aujourd'hui ?"}],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "tool_choice": "auto",
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "q",
+                "description": "Get the current weather for a specific location.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "x": {"type": "string", "description": "The city and country, e.g., Paris, France"}
+                    },
+                    "required": ["x"],
+                    "additionalProperties": False,
+                },
+                "strict": True,
+            },
+        }
+    ],
+}
 OURS = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3")
 OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 REFUSED = {
@@ -288,3 +323,49 @@ def test_a_load_by_transformers_tells_how_far_it_is(tmp_path: Path) -> None:
     )
     assert len(read) > 10
     assert read[-1] == (text, text)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model_type", IN_GUIDES)
+def test_a_guide_to_vllm_is_followed(model_type: str, tmp_path: Path) -> None:
+    write_folder(model_type, tmp_path / "model")
+    port = free_port()
+    command = [
+        "argosy_engine.api.serve",
+        "--model",
+        str(tmp_path / "model"),
+        "--port",
+        str(port),
+        *GUIDE.split(),
+    ]
+    command += [
+        "--served-model-name",
+        "guide",
+        "--num-gpu-blocks-override",
+        "80",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    log = tmp_path / "log"
+    with running(command, log, port=port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def chat(**fields: Any) -> httpx.Response:
+            return client.post("/v1/chat/completions", json={**GUIDE_REQUEST, "model": "guide", **fields})
+
+        answer = chat().raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] <= 150
+        message = answer["choices"][0]["message"]
+        assert message["role"] == "assistant"
+        assert "reasoning" not in message, "the prompt has ended it"
+        streamed = chat(stream=True, seed=1).raise_for_status().text
+        assert streamed.rstrip().endswith("data: [DONE]")
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        refused = chat(messages=[{"role": "user", "content": [image]}])
+        assert refused.status_code == 400
+        assert "image_url" in refused.json()["error"]["message"]
+        assert client.get("/v1/models").json()["data"][0]["id"] == "guide"
+    text = log.read_text()
+    assert "tool calls qwen3_coder, reasoning qwen3" in text
+    assert "its text part is served" in text

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from argosy_engine.checkpoint.model_path import resolve_model
+
 # fmt: off
 MODEL_TYPES = (
     "apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v4",
@@ -157,13 +159,55 @@ def small_config(model_type: str, config_class: Any = None, **own: Any) -> Any:
     return config_class(**{name: value for name, value in fields.items() if value is not None})
 
 
-def write_checkpoint(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Write a checkpoint with random weights, norms, biases and sinks; return transformers' model of it, eager."""
+QWEN3_5_TEMPLATE = """\
+{%- set texts = namespace(system='') %}
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}{%- for part in content %}
+        {%- if 'image' in part or part.type == 'image_url' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- else %}{{- part.text }}{%- endif %}
+    {%- endfor %}{%- endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' ~ (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>\\n<function=example>\\n<parameter=a>\\nvalue\\n</parameter>\\n' }}
+    {{- '</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text_of(message.content) ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- else %}{{- '<think>\\n' }}{%- endif %}
+{%- endif %}
+"""
+"""A chat template in the form of Qwen3.5's."""
+
+
+def write_folder(model_type: str, path: Path) -> None:
+    """Write a checkpoint with the tokenizer of the built-in model and a chat template in the form of Qwen3.5's."""
+    built_in = resolve_model("builtin://tiny")
+    write_checkpoint(model_type, path, vocab_size=1024, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (path / name).write_bytes((built_in / name).read_bytes())
+    (path / "chat_template.jinja").write_text(QWEN3_5_TEMPLATE)
+
+
+def write_checkpoint(
+    model_type: str, path: Path, dtype: torch.dtype = torch.float32, **text: Any
+) -> torch.nn.Module:
+    """Write a checkpoint with random weights, norms, biases and sinks; return transformers' model of it, eager.
+
+    Args:
+        text: fields of the decoder's config.
+    """
     torch.manual_seed(11)
     if model_type in WRAPPER_TYPES:
-        config, auto_class = small_wrapper_config(model_type), AutoModelForImageTextToText
+        config, auto_class = small_wrapper_config(model_type, **text), AutoModelForImageTextToText
     else:
-        config, auto_class = small_config(model_type), AutoModelForCausalLM
+        config, auto_class = small_config(model_type, **text), AutoModelForCausalLM
     model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
