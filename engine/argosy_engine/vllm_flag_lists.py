@@ -102,7 +102,7 @@ WITHOUT_EFFECT = (
         pattern="[^1-9]*",
     ),
     VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
-    VllmFlag("chat-template-content-format", "templates get the content of a message as text"),
+    VllmFlag("chat-template-content-format", "a template gets texts, or parts if it renders only these"),
     VllmFlag(
         "data-parallel-backend", "--distributed-executor-backend says what runs the workers", short="-dpb"
     ),

@@ -327,3 +327,46 @@ def test_fields_are_read_as_the_sandbox_reads_them() -> None:
                 assert _failure(one) == _failure(other)
             else:
                 assert one == other
+
+
+LLAVA = """\
+{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'][0]['text'] }}{% else %}\
+{{ message['role'].upper() }}: {% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\
+{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}\
+{% endif %} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"""
+
+
+def test_a_template_that_renders_parts_only_gets_parts(tmp_path: Path) -> None:
+    """As of LLaVA and SmolVLM, which would leave out texts."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    parts = [{"type": "text", "text": "red"}, {"type": "text", "text": "door"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        HI,
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "user", "content": parts},
+    ]
+    assert (
+        template.render(chat(messages=messages))
+        == "Be brief. USER: hi ASSISTANT: No. USER: red\ndoor ASSISTANT:"
+    )
+    continued = chat(
+        messages=[HI, {"role": "assistant", "content": "It is"}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert template.render(continued) == "USER: hi ASSISTANT: It is"
+    with pytest.raises(InvalidRequest, match="image_url"):
+        template.render(chat(messages=[{"role": "user", "content": [IMAGE_PART]}]))
+
+
+def test_the_template_of_the_tokenizer_counts_first(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ messages[0].content }}"})
+    )
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(chat(messages=[HI])) == "hi"

@@ -33,7 +33,10 @@ SAMPLE_BYTES = 4096
 MAX_SAMPLES = 4096
 """16 MiB in total, or one sample per tensor if there are more tensors (70 MiB for 18,000 expert tensors). That takes
 tenths of a second from a cold disk, and loading the model has usually put most of it into the page cache."""
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
 """Files next to the weights that determine prompts, text and default parameters; hashed in full."""
 
 

@@ -55,6 +55,9 @@ _END_OF_MESSAGE = "\U0010efff "
 messages removes the space."""
 
 
+_PROBE = "argosyprobe"
+_PROBE_PARTS = [{"type": "text", "text": _PROBE}]
+"""Content that tells whether a template renders texts or parts."""
 _NO_DEFAULTS = RequestDefaults()
 
 
@@ -133,13 +136,17 @@ class ChatTemplate:
         """Whether the model may think before it answers."""
         self._special_tokens = dict(special_tokens)
         self._default_arguments = dict(default_arguments or {})
+        self._takes_parts: bool | None = None
+        """Whether messages have their content as a list of parts, because the template leaves out texts. None: it has
+        rendered nothing yet."""
         self._roles = TemplateRoles(self._rendered)
 
     @classmethod
     def load(
         cls, path: Path, defaults: RequestDefaults = _NO_DEFAULTS, of_request: str | None = None
     ) -> ChatTemplate | None:
-        """Read the model's template from chat_template.jinja or tokenizer_config.json; None if it has none.
+        """Read the model's template from chat_template.jinja, tokenizer_config.json or chat_template.json, where older
+        checkpoints of models for images have it; None if it has none.
 
         Args:
             defaults: the flags' template, which replaces it, and template arguments.
@@ -150,6 +157,9 @@ class ChatTemplate:
         source = defaults.chat_template if of_request is None else of_request
         if source is None:
             named = _of_named(config.get("chat_template"))
+            processor_file = path / "chat_template.json"
+            if named is None and processor_file.is_file() and not template_file.is_file():
+                named = read_json(processor_file).get("chat_template")
             source = template_file.read_text() if template_file.is_file() else named
         if not isinstance(source, str):
             return None
@@ -172,6 +182,11 @@ class ChatTemplate:
             InvalidRequest: the template rejects or drops a message, tools or documents, rejects template arguments, or
                 does not render a final message that is to be continued.
         """
+        if self._takes_parts is None:
+            try:
+                self._takes_parts = not self._renders_content(_PROBE) and self._renders_content(_PROBE_PARTS)
+            except LimitExceeded as error:
+                raise self._beyond_limits(error) from None
         is_continued = request.continue_final_message
         if is_continued and request.add_generation_prompt:
             raise InvalidRequest(
@@ -211,8 +226,7 @@ class ChatTemplate:
         except Abandoned:
             raise
         except LimitExceeded as error:
-            param = "chat_template" if self._is_of_request else "messages"
-            raise InvalidRequest(f"the chat template {error}", param=param) from None
+            raise self._beyond_limits(error) from None
         except Exception as error:  # a template may fail in any way on unexpected values
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", "messages"
@@ -231,7 +245,27 @@ class ChatTemplate:
         }
         return {name: value for name, value in arguments.items() if name in self.variables}
 
+    def _renders_content(self, content: Any) -> bool:
+        """Whether the template renders what a user says."""
+        values = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
+        try:
+            return _PROBE in self._rendered(**values, add_generation_prompt=True)
+        except (Abandoned, LimitExceeded):
+            raise
+        except Exception:  # a template may fail in any way
+            return False
+
+    def _beyond_limits(self, error: LimitExceeded) -> InvalidRequest:
+        param = "chat_template" if self._is_of_request else "messages"
+        return InvalidRequest(f"the chat template {error}", param=param)
+
     def _rendered(self, **values: Any) -> str:
+        if self._takes_parts:
+            values["messages"] = [
+                {**message, "content": [{"type": "text", "text": text}] if text else []}
+                for message in values["messages"]
+                for text in [message["content"]]
+            ]
         with limited(self._limits):
             text: str = self._template.render(**self._special_tokens, **values)
         return text
