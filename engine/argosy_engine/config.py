@@ -437,16 +437,18 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     tool_call_parser: Annotated[
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
-            description="how the model writes tool calls, by vLLM's names: deepseek_v3, deepseek_v31, glm45, glm47, "
-            "hermes, kimi_k2, llama3_json, llama4_json, llama4_pythonic, mistral, openai, pythonic, qwen3_coder, "
-            "qwen3_json, qwen3_xml; default: chosen by the chat template and config.json"
+            description="how the model writes tool calls, by vLLM's names: deepseek_v3, deepseek_v31, ernie45, gemma4, "
+            "glm45, glm47, granite, granite4, hermes, kimi_k2, llama3_json, llama4_json, llama4_pythonic, minimax_m2, "
+            "mistral, olmo3, openai, pythonic, qwen3_coder, qwen3_json, qwen3_xml, seed_oss; "
+            "default: chosen by the chat template and config.json"
         ),
     ] = None
     reasoning_parser: Annotated[
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
-            description="how the model marks its reasoning, by vLLM's names: deepseek_r1, glm45, glm47, kimi_k2, "
-            "mistral, openai_gptoss, qwen3; default: chosen by the chat template"
+            description="how the model marks its reasoning, by vLLM's names: deepseek_r1, deepseek_v3, gemma4, glm45, "
+            "glm47, kimi_k2, minimax_m2, mistral, nemotron_v3, olmo3, openai_gptoss, qwen3, seed_oss; "
+            "default: chosen by the chat template"
         ),
     ] = None
     tool_parser_plugin: Annotated[

@@ -50,6 +50,20 @@ TEMPLATES = {
     "{{ key }}={{ value | tojson }}{% endfor %})]<|python_end|>",
     "pythonic": "{# [func_name1(params_name1=params_value1)] #}[{{ call.function.name }}("
     "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})]",
+    "seed_oss": "<seed:tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>{{ value }}</parameter>\n"
+    "{% endfor %}</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ call.function.name }}">\n'
+    '{% for key, value in call.function.arguments.items() %}<parameter name="{{ key }}">{{ value }}</parameter>\n'
+    "{% endfor %}</invoke>\n</minimax:tool_call>",
+    "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
+    '{% for key, value in call.function.arguments.items() %}{{ key }}:<|"|>{{ value }}<|"|>{% endfor %}'
+    "{{ '}' }}<tool_call|>",
+    "granite": '{# <|start_of_role|> #}<|tool_call|>[{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}]',
+    "olmo3": "<function_calls>{{ call.function.name }}("
+    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})"
+    "</function_calls>",
     "openai": "<|channel|>commentary to=functions.{{ call.function.name }} <|constrain|>json<|message|>"
     "{{ call.function.arguments | tojson }}<|call|>",
 }
@@ -86,6 +100,9 @@ def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: 
         ("<think><arg_key><arg_value>", {}, "glm45", "glm45"),
         ("[THINK][TOOL_CALLS]", {}, "mistral", "mistral"),
         ("<|channel|><|message|>", {}, "openai", "openai_gptoss"),
+        ("<|channel>thought<channel|><|tool_call>call:", {"model_type": "gemma4"}, "gemma4", "gemma4"),
+        ("<seed:think><seed:tool_call><function=<parameter=", {}, "seed_oss", "seed_oss"),
+        ("<think><minimax:tool_call>", {"model_type": "minimax_m2"}, "minimax_m2", "qwen3"),
     ],
 )
 def test_parsers_are_chosen_by_template_and_config(

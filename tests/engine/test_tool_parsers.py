@@ -57,7 +57,8 @@ TERSE_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 """Functions whose arguments have an end in a random walk through their grammar."""
-REASONING = {"mistral": "mistral", "openai": "openai_gptoss", "glm45": "glm45"}
+REASONING = {"mistral": "mistral", "openai": "openai_gptoss"}
+REASONING |= {name: name for name in ("glm45", "gemma4", "seed_oss")}
 """Reasoning parsers of the families that have their own marks; others use `<think>`."""
 
 
@@ -113,6 +114,12 @@ HARMONY_OSLO = (
     "<|channel|>commentary to=functions.book <|constrain|>json"
     '<|message|>{"city": "Oslo", "nights": 2}<|call|>'
 )
+SEED_OSLO = QWEN_OSLO.replace("tool_call>", "seed:tool_call>")
+MINIMAX_OSLO = (
+    '<invoke name="book">\n<parameter name="city">Oslo</parameter>\n'
+    '<parameter name="nights">2</parameter>\n</invoke>'
+)
+GEMMA_OSLO = '<|tool_call>call:book{city:<|"|>Oslo<|"|>,nights:2}<tool_call|>'
 LONG = "x" * (MAX_HEAD_CHARS - 6)
 """Text after which a marker reaches beyond the characters in which a call must look like one."""
 MISTRAL_OSLO = '[TOOL_CALLS]book[ARGS]{"city": "Oslo", "nights": 2}'
@@ -355,6 +362,71 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
         "<|channel|>commentary to=functions.now<|message|>{oops<|call|>",
         Parsed("", "<|channel|>commentary to=functions.now<|message|>{oops"),
     ),
+    ("seed_oss", f"<seed:think>Hm.</seed:think>Booking.\n{SEED_OSLO}", Parsed("Hm.", "Booking.", (OSLO,))),
+    (
+        "seed_oss",
+        f"{SEED_OSLO}\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        Parsed("", "", (OSLO, NOW)),
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>nope</seed:tool_call>",
+        Parsed("", "<seed:tool_call>nope</seed:tool_call>"),
+    ),
+    (
+        "minimax_m2",
+        f"<think>Hm.</think>\n\n<minimax:tool_call>\n{MINIMAX_OSLO}\n"
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        Parsed("Hm.", "", (OSLO, NOW)),
+    ),
+    (
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="book">\n<parameter name="city">a\n\nb <b></parameter>\n'
+        '<parameter name="tags">[1, "x"]</parameter>\n<parameter name="pets">true</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        Parsed("", "I look.", (call("book", city="a\n\nb <b>", tags=[1, "x"], pets=True),)),
+    ),
+    ("minimax_m2", '<invoke name="now">Yes.</invoke>', Parsed("", '<invoke name="now">Yes.</invoke>')),
+    ("minimax_m2", '<invoke name="now">', Parsed("", '<invoke name="now">')),
+    ("gemma4", f"<|channel>thought\nHm.<channel|>{GEMMA_OSLO}", Parsed("Hm.", "", (OSLO,))),
+    (
+        "gemma4",
+        'I look.<|tool_call>call:book{city:<|"|>a "b", {c}<|"|>,price:-1.5,pets:true,note:null,'
+        'tags:[<|"|>x<|"|>,1,{a:<|"|>b<|"|>}]}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        Parsed(
+            "",
+            "I look.",
+            (
+                call("book", city='a "b", {c}', price=-1.5, pets=True, note=None, tags=["x", 1, {"a": "b"}]),
+                NOW,
+            ),
+        ),
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:book{city:<|"|>a <tool_call|> b<|"|>}<tool_call|>',
+        Parsed("", "", (call("book", city="a <tool_call|> b"),)),
+    ),
+    ("gemma4", "<|tool_call>call:now{a}<tool_call|>", Parsed("", "<|tool_call>call:now{a}<tool_call|>")),
+    ("gemma4", "<|tool_call>now", Parsed("", "<|tool_call>now")),
+    (
+        "olmo3",
+        "<think>Hm.</think>I look.<function_calls>\nbook(city='Oslo', nights=2)\nnow()\n</function_calls>",
+        Parsed("Hm.", "I look.", (OSLO, NOW)),
+    ),
+    (
+        "olmo3",
+        "<function_calls>now(1)</function_calls>",
+        Parsed("", "<function_calls>now(1)</function_calls>"),
+    ),
+    ("olmo3", "<function_calls>now(", Parsed("", "<function_calls>now(")),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "book", "arguments": {"city": "Oslo", "nights": 2}}, {"name": "now", "arguments": {}}]',
+        Parsed("", "", (OSLO, NOW)),
+    ),
+    ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', Parsed("", "", (NOW,))),
+    ("granite", '<|tool_call|>["now"] Yes.', Parsed("", '<|tool_call|>["now"] Yes.')),
     ("openai", "<|channel|>final", Parsed("", "<|channel|>final")),
     ("openai", "<|channel|>analysis to=python<|message|>1+1<|call|>", Parsed("1+1", "")),
 ]
@@ -423,7 +495,8 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
             section = TOOL_PARSERS[family].section
             if section:  # one around nothing is dropped, but where it belongs to a call that has no end
                 text, kept = text.replace("".join(section), ""), kept.replace("".join(section), "")
-            for mark in ("<think>", "</think>", "[THINK]", "[/THINK]"):
+            thoughts = REASONING_PARSERS[REASONING.get(family, "qwen3")]
+            for mark in (thoughts.start.strip(), thoughts.end):
                 text, kept = text.replace(mark, ""), kept.replace(mark, "")
             assert kept == text
 

@@ -131,7 +131,9 @@ class Renderer:
         self._call_token_ids = {
             special[mark] for mark in self.parsers.tool_parser.markers() if mark in special
         }
-        self._thought_token_ids = {special[mark] for mark in self._thought_marks if mark in special}
+        self._thought_token_ids = {
+            special[mark] for mark in (*self._thought_marks, *thoughts.tokens) if mark in special
+        }
 
     @property
     def has_thinking(self) -> bool:

@@ -14,26 +14,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
 from argosy_engine.parsers.reasoning_parsers.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.gemma4_reasoning_parser import Gemma4ReasoningParser
 from argosy_engine.parsers.reasoning_parsers.glm45_reasoning_parser import Glm45ReasoningParser
 from argosy_engine.parsers.reasoning_parsers.gptoss_reasoning_parser import GptOssReasoningParser
 from argosy_engine.parsers.reasoning_parsers.mistral_reasoning_parser import MistralReasoningParser
 from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
+from argosy_engine.parsers.reasoning_parsers.seed_oss_reasoning_parser import SeedOssReasoningParser
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
     DeepSeekV3ToolParser,
     DeepSeekV31ToolParser,
 )
+from argosy_engine.parsers.tool_parsers.gemma4_tool_parser import Gemma4ToolParser
 from argosy_engine.parsers.tool_parsers.glm45_tool_parser import Glm45ToolParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
 from argosy_engine.parsers.tool_parsers.kimi_k2_tool_parser import KimiK2ToolParser
 from argosy_engine.parsers.tool_parsers.llama3_json_tool_parser import Llama3JsonToolParser
-from argosy_engine.parsers.tool_parsers.mistral_tool_parser import MistralToolParser
+from argosy_engine.parsers.tool_parsers.minimax_m2_tool_parser import MinimaxM2ToolParser
+from argosy_engine.parsers.tool_parsers.mistral_tool_parser import GraniteToolParser, MistralToolParser
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
     Llama4PythonicToolParser,
+    Olmo3ToolParser,
     PythonicToolParser,
 )
 from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser
+from argosy_engine.parsers.tool_parsers.seed_oss_tool_parser import SeedOssToolParser
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
@@ -43,6 +49,8 @@ _ParserType = TypeVar("_ParserType", bound=type[ToolParser])
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesToolParser,
     "qwen3_json": HermesToolParser,
+    "granite4": HermesToolParser,
+    "ernie45": HermesToolParser,
     "qwen3_coder": Qwen3CoderToolParser,
     "qwen3_xml": Qwen3CoderToolParser,
     "llama3_json": Llama3JsonToolParser,
@@ -56,6 +64,11 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm47": Glm45ToolParser,
     "kimi_k2": KimiK2ToolParser,
     "openai": OpenAIToolParser,
+    "gemma4": Gemma4ToolParser,
+    "granite": GraniteToolParser,
+    "minimax_m2": MinimaxM2ToolParser,
+    "olmo3": Olmo3ToolParser,
+    "seed_oss": SeedOssToolParser,
 }
 """Tool parsers by vLLM's names, aliases included."""
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
@@ -66,17 +79,28 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "kimi_k2": Qwen3ReasoningParser,
     "mistral": MistralReasoningParser,
     "openai_gptoss": GptOssReasoningParser,
+    "deepseek_v3": Qwen3ReasoningParser,
+    "minimax_m2": Qwen3ReasoningParser,
+    "nemotron_v3": Qwen3ReasoningParser,
+    "olmo3": Qwen3ReasoningParser,
+    "gemma4": Gemma4ReasoningParser,
+    "seed_oss": SeedOssReasoningParser,
 }
 """Reasoning parsers by vLLM's names, aliases included."""
 _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),
+    (("<|tool_call>call:",), "gemma4"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<arg_key>", "<arg_value>"), "glm45"),
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_call|>", "<|start_of_role|>"), "granite"),
     (("<tool_call>",), "hermes"),
+    (("<function_calls>",), "olmo3"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (("[func_name1(",), "pythonic"),
@@ -85,9 +109,12 @@ _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
 """Texts that a template has if its model writes calls in this form; the first entry of which all occur counts."""
 _TOOLS_OF_TYPES: dict[str, str] = {
     "deepseek_v3": "deepseek_v3",
+    "gemma4": "gemma4",
     "glm4_moe": "glm45",
     "gpt_oss": "openai",
     "kimi_k2": "kimi_k2",
+    "minimax_m2": "minimax_m2",
+    "seed_oss": "seed_oss",
     "llama": "llama3_json",
     "llama4": "llama4_pythonic",
     "mistral": "mistral",
@@ -98,6 +125,8 @@ _TOOLS_OF_TYPES: dict[str, str] = {
 """Tool parsers by `model_type` of config.json, for models whose template tells nothing."""
 _REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai_gptoss"),
+    (("<|channel>", "<channel|>"), "gemma4"),
+    (("<seed:think>",), "seed_oss"),
     (("[THINK]",), "mistral"),
     (("<think>", "<arg_key>"), "glm45"),
     (("<think>",), "qwen3"),

@@ -66,6 +66,19 @@ def read_calls(text: str) -> list[PythonCall]:
     return calls
 
 
+def read_call_lines(text: str) -> list[PythonCall]:
+    """Read calls that only white space separates.
+
+    Raises:
+        NotLiteral: the text is anything else, or nested too deeply.
+    """
+    reader = _Reader(text)
+    calls = []
+    while not reader.is_finished:
+        calls.append(reader.call())
+    return calls
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
@@ -95,8 +108,12 @@ class _Reader:
         if not self.skip(mark):
             raise NotLiteral
 
+    @property
+    def is_finished(self) -> bool:
+        return self._kind == "end"
+
     def finish(self) -> None:
-        if self._kind != "end":
+        if not self.is_finished:
             raise NotLiteral
 
     def call(self) -> PythonCall:

@@ -10,6 +10,8 @@ class ReasoningParser:
 
     start: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
+    tokens: ClassVar[tuple[str, ...]] = ()
+    """Special tokens within the markers, if these have other text."""
     end_before_calls: ClassVar[str | None] = None
     """What ends the reasoning before calls that a grammar requires, if it is not `end`."""
     message_ends: ClassVar[tuple[str, ...]] = ()

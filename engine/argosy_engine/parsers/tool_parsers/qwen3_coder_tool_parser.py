@@ -6,9 +6,9 @@ Some outputs lack `<tool_call>`. Values are plain text between newlines, read by
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from argosy_engine.parsers.argument_readers import (
     FUNCTION_NAME,
@@ -30,17 +30,21 @@ _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _MAX_KEY_CHARS = 256
 _OPENING = re.compile(
-    rf"(?:<tool_call>)?\s{{0,16}}<function=(?P<name>{FUNCTION_NAME})>\s{{0,16}}"
+    rf"(?:<(?:seed:)?tool_call>)?\s{{0,16}}<function=(?P<name>{FUNCTION_NAME})>\s{{0,16}}"
     rf"(?=<parameter=[^<>]{{1,{_MAX_KEY_CHARS}}}>)"
 )
 _ARGUMENT = re.compile(rf"\s{{0,16}}<parameter=(?P<key>[^<>]{{1,{_MAX_KEY_CHARS}}})>")
 _MAX_FOLLOWING_CHARS = 80
-_BEFORE_CALL = re.compile(r"</function>\s{0,16}(?:</tool_call>\s{0,16})?(?:<tool_call>|<function=)")
-_AT_OUTPUT_END = re.compile(r"</function>\s*(?:</tool_call>\s*)?")
+_BEFORE_CALL = re.compile(
+    r"</function>\s{0,16}(?:</(?:seed:)?tool_call>\s{0,16})?(?:<(?:seed:)?tool_call>|<function=)"
+)
+_AT_OUTPUT_END = re.compile(r"</function>\s*(?:</(?:seed:)?tool_call>\s*)?")
 _MARKS = re.compile("|".join(map(re.escape, (_FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))))
 
 
 class Qwen3CoderToolParser(ToolParser):
+    call_marks: ClassVar[tuple[str, str]] = (_CALL, _END_CALL)
+    """Marks around calls."""
     starts = (_CALL, _FUNCTION)
     other_markers = (_END_CALL,)
     call_form = ToolCallForm(
@@ -55,23 +59,27 @@ class Qwen3CoderToolParser(ToolParser):
         self._types = ParameterTypes(tools)
 
     def scanner(self, start: str) -> Scanner:
-        return EnclosingScanner(_END_CALL if start == _CALL else _END_FUNCTION, _PARAMETER, _END_PARAMETER)
+        begin, end = self.call_marks
+        return EnclosingScanner(end if start == begin else _END_FUNCTION, _PARAMETER, _END_PARAMETER)
 
     def opening(self, text: str) -> CallOpening | None:
         return opening_of(_OPENING.match(text))
 
     def argument_reader(self, opening: CallOpening) -> ArgumentReader:
-        return QwenArguments(partial(self._convert, opening.name))
+        return self._arguments(partial(self._convert, opening.name))
+
+    def _arguments(self, convert: Callable[[str, str], Any]) -> QwenArguments:
+        return QwenArguments(convert)
 
     def _convert(self, function: str, parameter: str, text: str) -> Any:
         return self._types.value(function, parameter, text.removeprefix("\n").removesuffix("\n"))
 
     def parse(self, text: str) -> Sequence[ParsedCall] | None:
-        return self.parse_unclosed(text.removesuffix(_END_CALL))
+        return self.parse_unclosed(text.removesuffix(self.call_marks[1]))
 
     def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
         """Read functions that are closed, with nothing but white space around them."""
-        rest = text[len(_CALL) :] if text.startswith(_CALL) else text
+        rest = text.removeprefix(self.call_marks[0])
         calls: list[ParsedCall] = []
         marks = list(_MARKS.finditer(rest))
         index, position = 0, 0
