@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,14 +244,11 @@ def test_a_resumed_stream_counts_the_reasoning_before_a_call(renderer: Renderer)
     assert made.num_reasoning_tokens == len(renderer.tokenizer.encode(thought, add_special_tokens=False).ids)
 
 
-@pytest.fixture(scope="module")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    """A renderer for a model that writes the Harmony format."""
-    path = tmp_path_factory.mktemp("model")
+def renderer_with(path: Path, special_tokens: list[str], parsers: ParserConfig) -> Renderer:
+    """Return a renderer for a model whose tokenizer has these tokens, too."""
     shutil.copytree(resolve_model("builtin://tiny"), path, dirs_exist_ok=True)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    marks = ("start", "channel", "message", "end", "call", "return", "constrain")
-    tokenizer.add_special_tokens([f"<|{mark}|>" for mark in marks])
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.save(str(path / "tokenizer.json"))
     config = SimpleNamespace(
         model_path=str(path),
@@ -259,8 +257,37 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
         vocab_size=2048,
         max_model_len=4096,
     )
-    parsers = ParserConfig(tool_call_parser="openai", reasoning_parser="openai_gptoss")
     return Renderer(config, parsers)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """A renderer for a model that writes the Harmony format."""
+    marks = ("start", "channel", "message", "end", "call", "return", "constrain")
+    parsers = ParserConfig(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    return renderer_with(tmp_path_factory.mktemp("model"), [f"<|{mark}|>" for mark in marks], parsers)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_special_tokens_of_gemma_are_read(in_parts: bool, tmp_path: Path) -> None:
+    """Its mark of reasoning is a special token with a word after it."""
+    tokens = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>']
+    gemma = renderer_with(
+        tmp_path, tokens, ParserConfig(tool_call_parser="gemma4", reasoning_parser="gemma4")
+    )
+    request = chat(messages=[{"role": "user", "content": "Hi"}], tools=[PING])
+    assert {gemma.tokenizer.token_text(id_) for id_ in gemma.parsed_token_ids(request)} == set(tokens)
+    text = '<|channel>thought\nI ask.<channel|><|tool_call>call:ping{a:<|"|>b<|"|>}<tool_call|>'
+    made = ChatFormat(gemma, request, "r", "m", gemma.render_chat(request), 1)
+    if in_parts:
+        deltas = [delta.delta for part in outputs(gemma, text, in_parts=True) for delta in made.deltas(part)]
+        reasoning = "".join(delta.reasoning or "" for delta in deltas)
+        names = [call.function.name for delta in deltas for call in delta.tool_calls or ()]
+    else:
+        message = made.response(outputs(gemma, text, in_parts=False)).choices[0].message
+        assert message.content is None
+        reasoning, names = message.reasoning or "", [call.function.name for call in message.tool_calls or ()]
+    assert (reasoning.strip(), names) == ("I ask.", ["ping"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
