@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention.torch_attn import TorchBackend
@@ -232,6 +233,129 @@ def test_flags_that_do_not_work_with_it_are_refused(
 ) -> None:
     write_checkpoint("glm4v", tmp_path)
     assert message in refusal(tmp_path, **flags)
+
+
+def test_a_part_that_texts_need_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a wrapper computed something else without it, rather than fail."""
+    own = Qwen3VLModel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "visual"):
+            self.visual(torch.zeros(1))
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3VLModel, "forward", forward)
+    write_checkpoint("qwen3_vl", tmp_path)
+    assert "it runs model.visual for texts, too" in refusal(tmp_path, model_impl="transformers")
+
+
+def test_configs_as_they_are_published(tmp_path: Path) -> None:
+    """Of Gemma 3, whose text part has few fields, and Qwen2.5-VL, which has them beside the vision part's."""
+    gemma = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }
+    qwen = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {"depth": 32, "out_hidden_size": 3584},
+        "vocab_size": 152064,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    found: Any = load_model_config(tmp_path)
+    assert (found.architecture, found.dtype, found.eos_token_ids) == (
+        "Gemma3ForCausalLM",
+        "bfloat16",
+        (1, 106),
+    )
+    assert (found.num_attention_heads, found.num_key_value_heads, found.vocab_size) == (8, 4, 262208)
+    assert (found.rope_global.kind, found.rope_global.factor, found.rope_global.theta) == ("linear", 8.0, 1e6)
+    assert (found.rope_local.kind, found.rope_local.theta) == ("default", 10000.0)
+    assert found.sliding_windows[:6] == (1024,) * 5 + (None,)
+    assert found.tie_word_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(qwen))
+    found = load_model_config(tmp_path)
+    assert (found.architecture, found.dtype, found.eos_token_ids) == (
+        "Qwen2ForCausalLM",
+        "bfloat16",
+        (151645,),
+    )
+    assert (found.num_hidden_layers, found.num_key_value_heads, found.vocab_size) == (28, 4, 152064)
+    assert (found.rope.kind, found.rope.theta, found.attention_bias, found.output_bias) == (
+        "default",
+        1e6,
+        True,
+        False,
+    )
+    assert found.sliding_windows == (None,) * 28
+    assert not found.tie_word_embeddings
+    use = ModelUse(hf_overrides=HfOverrides.of({"rope_theta": 5e6}))
+    assert load_model_config(tmp_path, use).rope.theta == 5e6  # type: ignore[attr-defined]
+
+
+def test_rope_of_the_text_part_can_be_overridden(tmp_path: Path) -> None:
+    write_checkpoint("mistral3", tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    use = ModelUse(hf_overrides=HfOverrides.of({"text_config": {"rope_scaling": yarn}}))
+    own: Any = load_model_config(tmp_path)
+    found: Any = load_model_config(tmp_path, use)
+    assert (found.rope.kind, found.rope.factor, found.max_position_embeddings) == ("yarn", 4.0, 2048)
+    assert found.rope.theta == own.rope.theta
+
+
+def test_layers_that_are_not_quantised_have_the_names_of_the_text_part(tmp_path: Path) -> None:
+    write_checkpoint("mistral3", tmp_path)
+    fp8 = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": [
+            "language_model.lm_head",
+            "model.vision_tower.transformer.layers.0.attention.q_proj",
+            "model.language_model.layers.1.mlp.down_proj",
+            "re:.*vision_tower.*",
+        ],
+    }
+    edit(tmp_path, lambda raw: raw.update(quantization_config=fp8))
+    quantization = load_model_config(tmp_path).quantization
+    assert quantization is not None
+    assert not quantization.quantises("lm_head")
+    assert not quantization.quantises("model.layers.1.mlp.down_proj")
+    assert quantization.quantises("model.layers.0.mlp.down_proj")
+    assert "quantised" in refusal(tmp_path)  # because the tensors are not
 
 
 def test_a_model_is_refused_before_it_is_fetched() -> None:

@@ -220,7 +220,9 @@ def write_checkpoint(
                 parameter.add_(noise * 0.1)
             else:
                 parameter.add_(noise * 0.2)
-    model = model.to(dtype).eval()
+    if dtype is not torch.float32:
+        model = model.to(dtype)
+    model = model.eval()
     model.save_pretrained(path, safe_serialization=True)
     file = path / "config.json"
     raw = json.loads(file.read_text())

@@ -50,9 +50,8 @@ _OTHER_PARTS = re.compile(
 _MULTI_TOKEN = re.compile(r"(model\.)?mtp\.")
 """Tensors that predict further tokens."""
 _PREFIXES = (
-    (re.compile(r"(model\.)?language_model\.lm_head\."), "lm_head."),
-    (re.compile(r"language_model\.model\."), "model."),
-    (re.compile(r"model\.(language_model|text_model)\."), "model."),
+    (re.compile(r"(model\.)?language_model\.lm_head(?=\.|$)"), "lm_head"),
+    (re.compile(r"(language_model\.model|model\.(language_model|text_model))(?=\.|$)"), "model"),
 )
 _Value = TypeVar("_Value")
 

@@ -45,7 +45,13 @@ from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.layers.linear_kernels import linear_kernel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import without_parts
-from argosy_engine.models.transformers_wrapper import text_model, wrapper_class
+from argosy_engine.models.transformers_wrapper import (
+    forbid_other_parts,
+    take_away,
+    text_model,
+    without_other_parts,
+    wrapper_class,
+)
 
 _STEP, _FOLLOWED = "argosy", "argosy_followed"
 """Names of our attention function: in steps, where transformers makes no masks for it, and while a model is
@@ -245,8 +251,10 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         return config
     _model_class(config, _hf_config(config, _FOLLOWED))
     try:
-        whole = _empty_model(config)
-        model = whole if config.wrapper is None else text_model(whole)
+        whole = model = _empty_model(config)
+        unserved_parts: tuple[str, ...] = ()
+        if config.wrapper is not None:
+            unserved_parts, model = forbid_other_parts(whole), text_model(whole)
         follower = _Follower(model)
         ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
         positions = torch.arange(_FOLLOWED_TOKENS).unsqueeze(0)
@@ -257,6 +265,8 @@ def follow(config: TransformersConfig) -> TransformersConfig:
     except Exception as error:  # whatever transformers' modules raise
         reason = f"its modules cannot be followed ({type(error).__name__}: {str(error).strip()[:300]})"
         raise ConfigError(_refusal(config, reason)) from error
+    if config.wrapper is not None:
+        take_away(whole)
     if (keeps := _module_with_state(model, follower.callers)) is not None:
         reason = (
             f"{keeps} keeps a state of its own, or computes attention not by transformers' AttentionInterface"
@@ -270,7 +280,7 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         config,
         attention=tuple(_of_one_page_size(layers)),
         numbers_tokens=numbers_tokens,
-        unserved_parts=tuple(getattr(whole, "unserved_parts", ())),
+        unserved_parts=unserved_parts,
         calls=tuple((each.module, each.query_dim, each.value_dim, each.sinks) for each in follower.layers),
     )
 
@@ -586,6 +596,8 @@ def load_transformers(
     transformers.utils.logging.disable_progress_bar()
     hf_config = _hf_config(config, _STEP)
     model_class = _model_class(config, hf_config)
+    if config.wrapper is not None:
+        model_class = without_other_parts(model_class)
     if seed is not None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -609,7 +621,7 @@ def load_transformers(
         model, info = loaded
         if config.wrapper is not None:
             read = dict.fromkeys(info.get("unexpected_keys") or ())
-            info = {**info, "unexpected_keys": without_parts(read, model.unserved_parts).keys()}
+            info = {**info, "unexpected_keys": without_parts(read, config.unserved_parts).keys()}
         _check_tensors(path, info)
     model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}

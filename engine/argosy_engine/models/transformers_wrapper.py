@@ -22,20 +22,37 @@ _HOLDS_CAUSAL_MODEL = frozenset({"Llama4ForConditionalGeneration"})
 
 
 def wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a wrapper's config, without the parts that are not served; None if it has none.
-
-    Instances name these parts in `unserved_parts`.
-    """
+    """Return transformers' class of a wrapper's config; None if it has none."""
     mappings: tuple[Any, ...] = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
-    found = next((each for mapping in mappings if (each := mapping.get(type(hf_config), None))), None)
-    if found is None:
-        return None
+    return next((found for mapping in mappings if (found := mapping.get(type(hf_config), None))), None)
+
+
+def without_other_parts(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class without the parts that no text needs."""
 
     def initialise(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
-        found.__init__(self, config, *args, **kwargs)
-        self.__dict__["unserved_parts"] = _take_away(self)
+        wrapper.__init__(self, config, *args, **kwargs)
+        take_away(self)
 
-    return type(found.__name__, (found,), {"__init__": initialise, "__module__": found.__module__})
+    return type(wrapper.__name__, (wrapper,), {"__init__": initialise, "__module__": wrapper.__module__})
+
+
+def forbid_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Let a wrapper raise ConfigError where it runs a part beside its decoder; return the names of these parts."""
+    parts = _other_parts(model)
+    for name, (parent, child) in parts.items():
+
+        def refuse(*_: Any, part: str = name) -> None:
+            raise ConfigError(f"it runs {part} for texts, too")
+
+        getattr(parent, child).register_forward_pre_hook(refuse)
+    return tuple(parts)
+
+
+def take_away(model: PreTrainedModel) -> None:
+    """Remove the parts beside a wrapper's decoder."""
+    for parent, child in _other_parts(model).values():
+        delattr(parent, child)
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -50,25 +67,24 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     )
 
 
-def _take_away(model: PreTrainedModel) -> tuple[str, ...]:
-    """Remove all modules beside those on the way to the decoder; return their names."""
+def _other_parts(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """Return all modules beside those on the way to the decoder, by name, each as its parent and its name there."""
     head = model.get_output_embeddings()
     decoder = text_model(model) if type(model).__name__ in _HOLDS_CAUSAL_MODEL else _decoder(model)
     names = {module: name for name, module in model.named_modules()}
-    removed: list[str] = []
+    found: dict[str, tuple[nn.Module, str]] = {}
 
-    def prune(module: nn.Module) -> None:
-        for name, child in list(module.named_children()):
+    def look(module: nn.Module) -> None:
+        for name, child in module.named_children():
             if child is decoder:
                 continue
             if decoder in set(child.modules()):
-                prune(child)
+                look(child)
             elif head not in set(child.modules()):
-                removed.append(names[child])
-                delattr(module, name)
+                found[names[child]] = module, name
 
-    prune(model.base_model)  # of a wrapper without a body, all that is beside the causal model
-    return tuple(removed)
+    look(model.base_model)  # of a wrapper without a body, all that is beside the causal model
+    return found
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
