@@ -68,6 +68,7 @@ GUIDE_REQUEST: dict[str, Any] = {
 }
 OURS = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3")
 OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
     "mllama": "keeps a state of its own",
     "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones
@@ -417,6 +418,7 @@ def test_doctor_counts_the_text_part_only(model_type: str, model_impl: str, tmp_
     args = EngineArgs.of(model=str(tmp_path), **EXACT, num_gpu_blocks_override=20, model_impl=model_impl)
     found = diagnose(args, DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
     assert found.budget is not None
+    assert found.text_part_of == ORIGIN[model_type]
     client = InprocClient(args)
     assert found.budget.block_bytes == client.config.memory.block_bytes
     assert found.budget.weights_bytes == client.config.memory.weights_bytes

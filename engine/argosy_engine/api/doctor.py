@@ -78,6 +78,8 @@ class Diagnosis(Struct, kw_only=True):
     kv_cache_tokens: int | None = None
     max_concurrency: float | None = None
     problem: str | None = None
+    text_part_of: str | None = None
+    """Architecture of the model for images whose text part is served."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,6 +161,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         device=device,
         attention_backend=backend.name,
         refused_backends=dict(backend.refused),
+        text_part_of=config.wrapper,
         data_parallel_size=args.data_parallel_size,
     )
     itemsize = _ITEMSIZE[dtype]
@@ -192,9 +195,11 @@ def _find_device(args: EngineArgs) -> DeviceMemory:
 
 
 def _render(diagnosis: Diagnosis) -> str:
-    device = diagnosis.device
+    device, architecture = diagnosis.device, diagnosis.architecture
+    if diagnosis.text_part_of is not None:
+        architecture += f" (text part of {diagnosis.text_part_of})"
     lines = [
-        f"{diagnosis.model}: {diagnosis.architecture}, {diagnosis.dtype} on {device.device} ({device.name})",
+        f"{diagnosis.model}: {architecture}, {diagnosis.dtype} on {device.device} ({device.name})",
         f"memory {size(device.total_bytes)}, available {size(device.available_bytes)}",
     ]
     backend = BackendChoice(diagnosis.attention_backend, diagnosis.refused_backends)
