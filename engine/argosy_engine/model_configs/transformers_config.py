@@ -66,9 +66,6 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
                 f"architecture {architecture} is not supported: it is no decoder with parts for images, video or "
                 f"sound, whose text part could be served; serve a decoder, {OTHER_ENGINES}"
             )
-        for name, value in _counts(raw):
-            if isinstance(value, int) and value > _MAX_COUNT:
-                raise ConfigError(f"{name} {value} exceeds {_MAX_COUNT}")
         version = _transformers_version()
         fields = json.dumps(dict(raw), sort_keys=True)
         whole = read_hf_config(raw)
@@ -144,8 +141,12 @@ def read_hf_config(raw: RawConfig) -> Any:
     """Return transformers' config object of a config.json.
 
     Raises:
-        ConfigError: transformers is missing, has no such model_type, or refuses the config.
+        ConfigError: transformers is missing, has no such model_type, or refuses the config, or something would be
+            built too often.
     """
+    for name, value in _counts(raw):
+        if isinstance(value, int) and value > _MAX_COUNT:
+            raise ConfigError(f"{name} {value} exceeds {_MAX_COUNT}")
     _transformers_version()
     from transformers import CONFIG_MAPPING
 
