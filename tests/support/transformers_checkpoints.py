@@ -106,6 +106,8 @@ _OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
     **{name: {"head_dim": 24, "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}}
        for name in ("glm4v_moe", "glm_ocr")},
+    **{name: {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+                                  "mrope_section": [1, 1, 1]}} for name in ("qwen3_5", "qwen3_5_moe")},
     "ernie4_5_vl_moe": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
     "glm4v": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
 }  # fmt: skip
