@@ -10,15 +10,17 @@ import pytest
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.messages import Request
 from argosy_router.http.server_connection import (
     FEED_BYTES,
+    PIECE_BYTES,
     REQUESTS_PER_TURN,
     ServerConnection,
     ServerState,
 )
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
-from .harness import DEADLINE_S, TICK_S, StoppedClock, raw, rig
+from .harness import DEADLINE_S, TICK_S, StoppedClock, raw, read_all, rig
 from .raw_requests import answer, request_bytes, stop_reading
 from .server_in_memory import Clock, Recorder, Wire
 
@@ -164,6 +166,55 @@ async def test_answers_that_one_key_does_not_read_leave_memory_to_another(stream
         assert server.body_memory.held > held + LONG // 2
         assert (len(server.connections), r.metric("unread_responses_cut_total")) == (number, 1)
     assert server.body_memory.held == 0
+
+
+class LongAnswer(Recorder):
+    """An application that streams one long event."""
+
+    def on_request(self, connection: ServerConnection, request: Request) -> None:
+        connection.start(200, b"", b"begin")
+        connection.send(b"x" * (8 * LONG))
+        connection.send(b"end")
+        connection.finish()
+
+
+@pytest.mark.parametrize("request_", [PUBLIC, LAST], ids=["left open", "closing"])
+async def test_of_an_answer_that_is_not_read_the_transport_has_a_piece(request_: bytes) -> None:
+    """A transport of TLS does not tell what it has."""
+    limits, clock, wire = ServerLimits(), StoppedClock(), FullWire()
+    wheel = TimerWheel(asyncio.get_running_loop(), TICK_S, clock)
+    state = ServerState(LongAnswer(), limits, wheel)
+    wire.connection = connection = ServerConnection(state)
+    connection.connection_made(wire)
+    connection.data_received(request_)
+    read = 0
+    while connection.is_behind:
+        unread = 8 * LONG - wire.sent.count(b"x")
+        assert not unread or unread <= state.body_memory.held <= 9 * LONG
+        written = len(wire.sent)
+        assert not wire.is_closed
+        connection.resume_writing()
+        assert len(wire.sent) <= written + PIECE_BYTES
+        if len(wire.sent) - read >= limits.min_body_rate * limits.write_stall_s:  # as slowly as it may
+            read = len(wire.sent)
+            await clock.advance(wheel, limits.write_stall_s)
+    assert wire.sent.endswith(b"x\r\n3\r\nend\r\n0\r\n\r\n")
+    assert wire.sent.count(b"x") == 8 * LONG
+    assert wire.is_closed  # one that was left open as idle
+    assert state.body_memory.held == 0
+    wheel.close()
+
+
+async def test_a_client_that_sends_no_more_reads_the_rest_of_its_answer() -> None:
+    async with rig([FakeEngine(script=answer_at_length)]) as r, raw(r.router) as (reader, writer):
+        await r.until(lambda: bool(r.router.server.connections))
+        stop_reading(r, writer)
+        writer.write(request_bytes())
+        await r.until(lambda: r.router.server.body_memory.held > LONG // 2)
+        await r.until(lambda: r.router.requests.inflight == 0)
+        writer.write_eof()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert (await read_all(reader)).count(b"x") >= LONG - 100
 
 
 class SlowWire(Wire):

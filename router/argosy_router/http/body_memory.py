@@ -90,6 +90,12 @@ class BodyReservation:
         self._memory.reserve(size, self._account, self._body_bytes + self.size)
         self.size += size
 
+    def shrink(self, size: int) -> None:
+        """Release what is beyond `size` bytes, if anything is."""
+        if size < self.size:
+            self._memory.release(self.size - size, self._account)
+            self.size = size
+
     def release(self) -> None:
         """Release everything; nothing if that has happened."""
         size, self.size = self.size, 0

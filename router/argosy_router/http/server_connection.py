@@ -4,13 +4,14 @@ Owns: one accepted connection from its first byte to its close.
 Must not know: routes, keys, replicas. It hands requests to an `Application`, and tells the `ClientListener` that
 answers one when the client disconnects or reads too slowly.
 Invariants: requests are answered one at a time and in order; a disconnect is noticed at once, whatever the client has
-pipelined; while a client does not read its responses, the server starts no further one and stops reading from it, and
-what they take counts in the server's `BodyMemory`.
+pipelined; while a client does not read its responses, the server starts no further one and stops reading from it. Its
+transport has little of them then; the rest waits here, and all of it counts in the server's `BodyMemory`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from ipaddress import ip_network
 from typing import cast
@@ -30,9 +31,11 @@ REQUESTS_PER_TURN = 16
 until other connections have had their turn."""
 FEED_BYTES = 16 * 1024
 """Bytes that are parsed at once: some hundred requests of the shortest kind, which take a few milliseconds."""
-TLS_PIECE_BYTES = 16 * 1024
-"""Bytes that are handed to TLS at once, the size of its records. It encrypts all that it is given at once, and tells
-only of what is given to it after its own connection was full."""
+PIECE_BYTES = 16 * 1024
+"""Bytes that a transport is given at once, the size of a TLS record. TLS encrypts all that it is given at once, and
+hands it to a transport of its own without telling how much of it is sent."""
+TLS_BUFFER_BYTES = 64 * 1024
+"""What that transport has taken when TLS tells that it is full."""
 
 
 class ServerState:
@@ -93,12 +96,22 @@ class ServerConnection(asyncio.Protocol):
         """The phase that the deadline is armed for."""
         self._body_mark = 0
         self._is_serving = False
+        self._is_full = False
+        """Whether the transport takes nothing more."""
         self._is_write_paused = False
+        """Whether the client reads too slowly: the transport is full, or the output waits for it."""
+        self._output: deque[bytes] = deque()
+        """What the transport has not been given of the responses."""
+        self._output_bytes = 0
+        self._output_begin = 0
+        """Bytes that it has been given of the first piece."""
+        self._is_lingering = False
+        """Whether input is read on for a moment once the output has been written."""
         self._is_tls = False
         self._unread: BodyReservation | None = None
-        """Memory of what the client has not read, while that is more than the write buffer should hold."""
+        """Memory of what the client has not read, while it is behind."""
         self._unread_mark = 0
-        """Bytes that the client had not read when `_stall` was set."""
+        """Bytes that the client had not read when `_stall` was set, and those written since."""
         self._is_read_paused = False
         """Whether reading pauses: between two requests, until the client has read the earlier responses or other
         connections have had their turn; within one, until its body's sink has room."""
@@ -147,15 +160,22 @@ class ServerConnection(asyncio.Protocol):
         self._stall.end()
         self._lose_client()
         self.reader.close()
+        self._output.clear()
+        self._output_bytes = self._output_begin = 0
         self._release_unread()
         self._state.connection_limit.release(self, is_admitted=self.is_admitted)
         self._state.remove(self)
 
-    def eof_received(self) -> None:
+    def eof_received(self) -> bool:
         # A half-closed connection counts as gone: it looks the same as one whose client has died.
         if self.listener is not None:
             self._lose_client()
             self.transport.abort()
+        elif self._output and not self._is_tls:  # TLS closes in any case
+            self._is_lingering = False
+            self._close_when_written()
+            return True
+        return False
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
@@ -187,15 +207,27 @@ class ServerConnection(asyncio.Protocol):
         self._held += data[begin:]
 
     def pause_writing(self) -> None:
+        self._is_full = True
+        if self._is_write_paused:
+            return
         self._is_write_paused = True
         self._begin_stall()
         if self.listener is not None:
             self.listener.on_client_paused()
 
     def resume_writing(self) -> None:
+        self._is_full = False
+        self._write_output()
+        if self._is_full:
+            if self._unread is not None:
+                self._unread.shrink(self._unread_size())
+            return
         self._is_write_paused = False
         self._stall.clear()
         self._release_unread()
+        if self._is_closing:
+            self._end_output()
+            return
         if self.listener is not None:
             self.listener.on_client_resumed()
         self._resume_reading()
@@ -273,7 +305,7 @@ class ServerConnection(asyncio.Protocol):
             return True
         if self._is_closing:
             return False
-        if not self.transport.get_write_buffer_size():
+        if not self._unread_bytes():
             self._close()
             return True
         if self._is_known:
@@ -374,7 +406,7 @@ class ServerConnection(asyncio.Protocol):
             self._body_mark = 0
             self._deadline.set(limits.body_timeout_s)
             if self.reader.wants_continue:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _on_deadline(self) -> None:
         if self._is_closing and self._is_write_paused:
@@ -389,12 +421,13 @@ class ServerConnection(asyncio.Protocol):
             self._reject(RequestTimeout("the request was sent too slowly"))
 
     def _begin_stall(self) -> None:
-        self._unread_mark = self.transport.get_write_buffer_size()
-        self._stall.set(self._limits.write_stall_s)
+        self._unread_mark = self._unread_bytes()
+        # What is read of TLS shows in steps of more than `TLS_BUFFER_BYTES`.
+        self._stall.set(self._limits.write_stall_s * (2 if self._is_tls else 1))
 
     def _on_stall(self) -> None:
         """Abort unless the client reads as fast as it would have to send a body."""
-        read = self._unread_mark - self.transport.get_write_buffer_size()
+        read = self._unread_mark - self._unread_bytes()
         if read >= self._limits.min_body_rate * self._limits.write_stall_s:
             self._begin_stall()
         else:
@@ -414,7 +447,7 @@ class ServerConnection(asyncio.Protocol):
         )  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
         lines, body = self._application.on_refused(error, request)
-        self.transport.write(
+        self._write(
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (
                 status_line(error.http_status),
@@ -427,20 +460,28 @@ class ServerConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close, but go on discarding input for a moment: a reset would overtake the response."""
-        self._is_closing = True
         self._held.clear()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-            is_read = not self.transport.get_write_buffer_size()
-            self._deadline.set(self._limits.linger_s if is_read else self._limits.write_stall_s)
-        else:
-            self.transport.close()
+        self._is_lingering = self.transport.can_write_eof()
+        self._close_when_written()
 
     def _close(self) -> None:
-        self._is_closing = True
         self._become_displaceable()
+        self._close_when_written()
+
+    def _close_when_written(self) -> None:
+        self._is_closing = True
         self._deadline.set(self._limits.write_stall_s)  # a peer that reads nothing must not keep the socket
-        self.transport.close()
+        if not self._output:
+            self._end_output()
+
+    def _end_output(self) -> None:
+        """Close: the transport has been given all."""
+        if not self._is_lingering:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.transport.write_eof()
+            if not self.transport.get_write_buffer_size():
+                self._deadline.set(self._limits.linger_s)
 
     def _lose_client(self) -> None:
         listener, self.listener = self.listener, None
@@ -468,22 +509,61 @@ class ServerConnection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         """Write bytes of a response. Those that the client does not read count in the memory of bodies; if there is no
         room for them, the connection is aborted."""
-        if self._is_tls and len(data) > TLS_PIECE_BYTES:
-            for begin in range(0, len(data), TLS_PIECE_BYTES):
-                self.transport.write(data[begin : begin + TLS_PIECE_BYTES])
+        if self._is_write_paused or len(data) > PIECE_BYTES or self._output:
+            self._append(data)
+            self._write_output()
         else:
             self.transport.write(data)
         if self._is_write_paused:
             self._count_unread()
 
+    def _append(self, data: bytes) -> None:
+        """Append to the output. Small pieces become one: each would take more than its bytes."""
+        output = self._output
+        if output and len(output[-1]) + len(data) <= PIECE_BYTES:
+            output[-1] += data
+        else:
+            output.append(data)
+        self._output_bytes += len(data)
+        self._unread_mark += len(data)
+
+    def _write_output(self) -> None:
+        """Give the transport of the output what it takes."""
+        while self._output and not self._is_full:
+            self._write_next()
+
+    def _write_next(self) -> None:
+        """Give the transport the next piece of the output, without the rest of what that is part of."""
+        output = self._output
+        first, begin = output[0], self._output_begin
+        end = begin + PIECE_BYTES
+        if end < len(first):
+            self._output_begin = end
+        else:
+            self._output_begin = 0
+            self._output_bytes -= len(first)
+            output.popleft()
+        self.transport.write(first[begin:end])
+
+    def _unread_bytes(self) -> int:
+        """Bytes of responses that the client has not read."""
+        return self._output_bytes - self._output_begin + self.transport.get_write_buffer_size()
+
+    def _unread_size(self) -> int:
+        """Bytes that these take in memory while the client is behind: the first piece is kept as a whole."""
+        size = self._output_bytes + self.transport.get_write_buffer_size()
+        return size + TLS_BUFFER_BYTES if self._is_tls else size
+
     def _count_unread(self) -> None:
+        if self._is_closing:
+            return
         unread = self._unread
         if unread is None:
             request = self.request
             account = None if request is None else request.account
             self._unread = unread = BodyReservation(self._state.body_memory, account, 0)
-        more = self.transport.get_write_buffer_size() - unread.size
-        if more <= 0 or self._is_closing:
+        more = self._unread_size() - unread.size
+        if more <= 0:
             return
         try:
             unread.grow(more)
@@ -529,7 +609,12 @@ class ServerConnection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Write more bytes of a started response; `data` must not be empty."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        if self._is_chunked and len(data) > PIECE_BYTES:  # which is not copied as a whole
+            self._append(b"%x\r\n" % len(data))
+            self._append(data)
+            self._write(b"\r\n")
+        else:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         coalescer = self._coalescer
         if self._interval != coalescer.interval:
             self._interval = coalescer.interval
