@@ -234,11 +234,12 @@ class Router:
         self.metrics.add(*stored.series())
         routes = StatefulRoutes(
             stored,
-            BackgroundResponses(stored),
+            BackgroundResponses(stored, find=self.large_bodies.find_response),
             self.application.create_response,
             self.accounting.count_rejection,
             self.config.server.max_body_bytes,
             self.server.body_memory,
+            self.large_bodies.find_response,
         )
         self.application.responses = routes
         return routes

@@ -46,7 +46,9 @@ class LocalResponses:
     ) -> StoredResponse | None:
         return await self._stored.find(account, response_id)
 
-    async def finish(self, account: str, response_id: str, record: StoredResponse) -> StoredResponse | None:
+    async def finish(
+        self, account: str, response_id: str, record: StoredResponse, *, is_read: bool = True
+    ) -> StoredResponse | None:
         return await self._stored.finish(account, response_id, record)
 
 

@@ -471,7 +471,7 @@ async def test_ends_that_wait_for_the_storage_are_within_the_memory_of_bodies(fo
     memory, size, number = BodyMemory(16 << 20), 1 << 20, 20
     may_store, stored, unstored = asyncio.Event(), [], []
 
-    async def store(response: bytes) -> None:
+    async def store(response: msgspec.Raw) -> None:
         await may_store.wait()
         stored.append(response)
 
@@ -635,6 +635,88 @@ async def test_a_background_response_of_another_engine_has_the_id_that_its_clien
         if streamed:
             assert kept == made[-1]
         assert (await r.http.post(f"{PATH}/{kept['id']}/cancel")).json() == kept
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["stored", "background"])
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["our engine", "another engine"])
+async def test_long_last_events_are_read_by_another_process(
+    tmp_path: Path, background: bool, is_foreign: bool
+) -> None:
+    """One of 30 MB held the event loop for a quarter of a second, of a background response for half of one."""
+    text = "x" * (2 * LARGE_BODY_BYTES)
+
+    async def answer(connection: Connection, request: Received) -> None:
+        given = request.headers.get("x-argosy-internal-response-id")
+        response = whole(id=f"resp_{given}" if given else "resp_others", instructions=text)
+        connection.begin_stream()
+        for name, fields in (
+            ("created", {"response": {**response, "instructions": "", "status": "in_progress"}}),
+            ("output_text.delta", {"delta": "hello"}),
+            ("completed", {"response": response}),
+        ):
+            connection.chunk(b"event: response.%b\ndata: " % name.encode())
+            connection.chunk(json.dumps({"type": f"response.{name}", **fields}).encode() + b"\n\n")
+        connection.chunk(b"event: behind\ndata: {}\n\n")
+        connection.end_stream()
+
+    async with stateful(tmp_path, answer, has_telemetry=not is_foreign) as r:
+        told = await r.http.post(PATH, json=body(background=background, stream=True))
+        blocks = told.content.split(b"\n\n")
+        names = [block.partition(b"\n")[0] for block in blocks if block and not block.startswith(b":")]
+        expected = ("response.created", "response.output_text.delta", "response.completed", "behind")
+        assert names == [f"event: {name}".encode() for name in expected]
+        made = json.loads(blocks[-3].partition(b"data: ")[2])["response"]
+        assert made["instructions"] == text
+        assert r.router.large_bodies.process is not None
+        assert r.metric('large_bodies_total{outcome="read"}') == 1 + (background and is_foreign)
+        assert await retrieved(r, made["id"], "completed") == made
+        assert made.get("background", False) == (background and is_foreign)
+
+
+class SlowStore(DirectoryStore):
+    """Replaces no document before it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_store = asyncio.Event()
+
+    async def replace(self, key: str, data: bytes, version: str) -> str:
+        await self.may_store.wait()
+        return await super().replace(key, data, version)
+
+
+@pytest.mark.parametrize("form", ["a stream", "whole"])
+async def test_ends_of_background_responses_that_wait_for_the_storage_are_within_the_memory_of_bodies(
+    tmp_path: Path, form: str
+) -> None:
+    """Each could take 128 MiB, for eight minutes."""
+    blobs, memory, size, number = SlowStore(tmp_path), BodyMemory(16 << 20), 1 << 20, 12
+    stored = local_responses(StoredResponses(ObjectStore(blobs, Quota(1 << 30, 100))))
+    background = BackgroundResponses(stored)
+    names = [stored.new_id() for _ in range(number)]
+    for name in names:
+        clients: list[Client] = []
+        reserved = BodyReservation(memory, "hostile", 0)
+        await background.start("owner", name, queued(name), form == "a stream", reserved, clients.append)
+        await until(lambda clients=clients: bool(clients))  # type: ignore[misc]
+        response = json.dumps(whole(id=name, instructions="x" * size)).encode()
+        if form == "whole":
+            clients[0].respond(200, b"", response)
+            continue
+        clients[0].start(200, b"", b"event: response.completed\ndata: ")
+        clients[0].send(b'{"response":%b}\n\n' % response)
+        clients[0].finish()
+    assert 8 * size < memory.held <= 12 << 20
+    memory.reserve(size, "other", 0)
+    memory.release(size, "other")
+    blobs.may_store.set()
+    await until(lambda: memory.held == 0)
+    records = [await stored.find("owner", name) for name in names]
+    texts = [bytes(record.response) for record in records if record is not None]
+    completed = [b"x" * size in text for text in texts]
+    assert 4 <= sum(completed) < number == len(completed)
+    assert all(b"--max-inflight-bytes" in text for text in texts if b"x" * size not in text)
+    await background.close()
 
 
 class FailingStore(DirectoryStore):

@@ -254,8 +254,8 @@ LARGE_BODIES = Definition(
     "counter",
     "large_bodies",
     ("outcome",),
-    "Requests whose body another process read because it is large or its key sends much: read, refused for their "
-    "content, or unavailable because that process failed.",
+    "Bodies that another process read because they are large or their key sends much, and large responses: read, "
+    "refused for their content, or unavailable because that process failed.",
 )
 
 # files and batches

@@ -8,7 +8,6 @@ conversation, and the id of the response.
     response_store        records by account and id, with `argosy batch`
     stateful_routes       the routes below /v1/responses, and the creation of responses
     storing_client        stores a finished answer before its client sees the end
-    adopted_answer        gives answers of engines of other makes the router's id
     background_run        one response that is generated while no client waits, and who follows its events
     background_responses  responses that are generated while no client waits
 """

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -22,8 +23,9 @@ from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import with_status
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client
+from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
 from argosy_router.responses.background_run import STREAM_HEADERS, BackgroundRun, Follower
-from argosy_router.responses.response_store import ResponseStore, is_response
+from argosy_router.responses.response_store import ResponseStore
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,13 @@ STORE_DELAYS_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 """Seconds between attempts to store the end of a run. Meanwhile it counts as one that is generated."""
 _LIVE: Final = ("queued", "in_progress")
 
+FindOf = Callable[[str, bytes, bool, Fields], Awaitable[FoundResponse]]
+"""`found_response` for an owner (`LargeBodies.find_response`)."""
+
+
+async def _find_at_once(_: str, data: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+    return found_response(data, is_event, fields)
+
 
 class BackgroundResponses:
     """The runs of one router."""
@@ -53,8 +62,10 @@ class BackgroundResponses:
         poll_s: float = POLL_S,
         store_delays_s: tuple[float, ...] = STORE_DELAYS_S,
         max_runs_of_owner: int = MAX_RUNS_OF_OWNER,
+        find: FindOf = _find_at_once,
     ) -> None:
         self._stored = stored
+        self._find = find
         self._max_event_bytes = max_event_bytes
         self._poll_s = poll_s
         self._store_delays_s = store_delays_s
@@ -90,7 +101,9 @@ class BackgroundResponses:
         """
         if self._num_live.total() >= MAX_RUNS or self._num_live[owner] >= self._max_runs_of_owner:
             raise TooManyRequests("too many responses are generated in the background", retry_after_s=1.0)
-        run = BackgroundRun(owner, response_id, bytes(record.response), is_streamed, reserved, self._count)
+        find = partial(self._find, owner)
+        queued = bytes(record.response)
+        run = BackgroundRun(owner, response_id, queued, is_streamed, reserved, self._count, find)
         self._num_live[owner] += 1
         try:
             run.heartbeat = await self._stored.heartbeat.begin()
@@ -186,23 +199,26 @@ class BackgroundResponses:
     async def _work(
         self, run: BackgroundRun, response_id: str, queued: StoredResponse, send: Callable[[Client], None]
     ) -> None:
-        response = b""
+        response: msgspec.Raw | None = None
         message = "the response could not be generated"
         try:
             send(run)
             status, body = await run.answer
             if status == 200:
-                response = run.response_of(body)
-                if response and not is_response(response):
-                    response, message = b"", "the engine's answer is not a response that has ended"
+                response, is_ended = await run.response_of(body)
+                if response is not None and not is_ended:
+                    response, message = None, "the engine's answer is not a response that has ended"
             elif status:
                 message = _message_of(body) or message
+            else:
+                message = run.failure or message
         except ApiError as error:
             message = error.message
-        if not response:
-            response = with_status(bytes(queued.response), "failed", message)
-            run.fail(response)
-        await self._finish(run.owner, response_id, StoredResponse(msgspec.Raw(response), queued.items))
+        if response is None:
+            failed = with_status(bytes(queued.response), "failed", message)
+            run.fail(failed)
+            response = msgspec.Raw(failed)
+        await self._finish(run.owner, response_id, StoredResponse(response, queued.items))
         run.is_over = True
         run.notify()
         if not run.is_streamed or run.is_forgotten:  # there is nothing to follow
@@ -213,7 +229,7 @@ class BackgroundResponses:
         """Store the end of a run; while the storage fails, try again some times."""
         for delay in (*self._store_delays_s, None):
             try:
-                await self._stored.finish(owner, response_id, record)
+                await self._stored.finish(owner, response_id, record, is_read=False)
             except ApiError as error:
                 if delay is None or self._closing.is_set():
                     log.warning("a response could not be stored: %s", error.message)

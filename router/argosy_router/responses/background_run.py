@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -19,12 +20,16 @@ from argosy_protocol.errors import Unavailable
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.http.sse import EventCutter, EventTooLarge
-from argosy_router.responses.adopted_answer import (
+from argosy_router.proxy.request.ended_response import (
     AdoptedAnswer,
-    event_with_response_fields,
-    with_response_fields,
+    Fields,
+    Find,
+    FoundResponse,
+    begins_last,
+    find_at_once,
+    has_response,
 )
-from argosy_router.responses.storing_client import begins_last, last_response
+from argosy_router.responses.storing_client import HELD_TWICE
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 WRITE_BYTES: Final = 64 * 1024
@@ -32,6 +37,9 @@ WRITE_BYTES: Final = 64 * 1024
 STREAM_HEADERS: Final = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _EVENT_END: Final = re.compile(rb"\n\r?\n")
 """Begins with a byte that is searched for at once; an event may end with the carriage return before it."""
+_FEW_LINES: Final = 1024
+"""Ends of long events are searched for line by line, which takes a tenth of the pattern's time; those behind so many
+lines are short."""
 MAX_PARTIAL_BYTES: Final = 1024 * 1024
 """Pieces of a stream are whole events; an answer that has more without the end of one is no stream, nor a response."""
 _EVENT_OVERHEAD: Final = 64
@@ -50,12 +58,15 @@ class BackgroundRun:
         is_streamed: bool,
         reserved: BodyReservation,
         count: Callable[[int], None],
+        find: Find = find_at_once,
     ) -> None:
         """
         Args:
             queued: the response that its client got at first, as JSON.
-            reserved: the memory of the request's body, and of an answer that comes in pieces and is no stream.
+            reserved: the memory of the request's body, of an answer that is no stream, and of the last event and its
+                response, which wait for the storage.
             count: told of more bytes of events.
+            find: finds the response in an answer or an event.
         """
         self.owner = owner
         self.heartbeat = ""
@@ -63,9 +74,10 @@ class BackgroundRun:
         self.reserved = reserved
         self._adopted = AdoptedAnswer(response_id)
         fields = _decode_fields(queued)
-        self._own_fields: dict[str, msgspec.Raw] = {
-            name: fields[name] for name in ("background", "store") if name in fields
+        self._own_fields: Fields = {
+            name: bytes(fields[name]) for name in ("background", "store") if name in fields
         }
+        self._find = find
         self._count = count
         self.is_streamed = is_streamed
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -87,6 +99,11 @@ class BackgroundRun:
         self._last = b""
         """The last event of the response, as the engine sent it."""
         self._cutter = EventCutter(MAX_PARTIAL_BYTES)
+        self._foreign: deque[bytes] = deque()
+        """Events of an engine of another make that wait until those before them are this router's."""
+        self._adopting: asyncio.Task[None] | None = None
+        self.failure = ""
+        """Why the run was left, for its client."""
 
     def attach(self, listener: ClientListener) -> None:
         self._listener = listener
@@ -95,7 +112,7 @@ class BackgroundRun:
         if self.is_streamed and status == 200:
             self.start(status, headers, body)
             self.finish()
-        else:
+        elif status != 200 or self._reserve(HELD_TWICE * len(body)):
             self._end(status, body)
 
     def start(self, status: int, headers: bytes, first: bytes) -> None:
@@ -111,41 +128,60 @@ class BackgroundRun:
             return
         try:
             if not self.is_streamed or self._status != 200:
-                self.reserved.grow(len(data))
-                self._body.append(data)
+                if self._reserve(len(data)):
+                    self._body.append(data)
                 return
-            events = [event for event in self._whole_events(data) if event and not event.startswith(b":")]
-        except (EventTooLarge, Unavailable):
+            whole = self._cutter.feed(data)
+            events = [
+                event for event in split_events(whole) if event != b"\n\n" and not event.startswith(b":")
+            ]
+        except EventTooLarge:
             self.leave()
             return
         for event in events:
             if begins_last(event):
-                self._last = event + b"\n\n"
+                if not self._reserve(HELD_TWICE * len(event)):
+                    return
+                self._last = event
         if not self.is_forgotten:
             size = len(data) + _EVENT_OVERHEAD * len(events)
             self.size += size
             self._count(size)
         if not self.is_forgotten:  # by what counts them
-            self.events += [self._own(event) + b"\n\n" for event in events]
+            if self._adopted.is_foreign:
+                self._adopt(events)
+            else:
+                self.events += events
             self.notify()
 
-    def _whole_events(self, data: bytes) -> list[bytes]:
-        """Return the events that are whole with more data, without their ends. An answer that is no stream of events
-        comes in pieces as well, and none of its bytes is looked at twice."""
-        whole = self._cutter.feed(data)
-        return [event.removesuffix(b"\r") for event in _EVENT_END.split(whole)] if whole else []
+    def _reserve(self, size: int) -> bool:
+        """Reserve memory for what waits for the storage; return whether there is any, else leave the run."""
+        try:
+            self.reserved.grow(size)
+        except Unavailable as error:
+            self.failure = error.message
+            self.leave()
+            return False
+        return True
 
-    def response_of(self, body: bytes) -> bytes:
-        """Return the response as its client knows it, as JSON; nothing if there is none. To be called once.
+    async def response_of(self, body: bytes) -> tuple[msgspec.Raw | None, bool]:
+        """Return the response as its client knows it, None if there is none; and whether it has ended. To be called
+        once.
 
         Args:
             body: the whole answer; of a stream nothing, because its last event was kept.
         """
-        last, self._last = self._last, b""  # the run may be kept for long, and does not count it
-        response = last_response(last) if self.is_streamed else self._adopted.renamed(body)
-        if self._adopted.is_foreign:
-            response = with_response_fields(response, self._own_fields)
-        return response
+        if self._adopting is not None:
+            await self._adopting
+        end, self._last = self._last, b""  # the run may be kept for long, and does not count it
+        if not self.is_streamed:
+            end = self._adopted.renamed(body)
+        found = await self._found(end) if end else FoundResponse()
+        return (found.response_in(end) if found.end else None), found.is_ended
+
+    async def _found(self, end: bytes) -> FoundResponse:
+        fields = self._own_fields if self._adopted.is_foreign else {}
+        return await self._find(end, self.is_streamed, fields)
 
     def fail(self, response: bytes) -> None:
         """Give a run that was refused before its first event those of a response that failed."""
@@ -183,15 +219,52 @@ class BackgroundRun:
         for follower in list(self.followers):
             follower.push()
 
-    def _own(self, event: bytes) -> bytes:
-        """Return an event as this router's: engines of other makes are not asked to work in the background."""
-        return event_with_response_fields(event, self._own_fields) if self._adopted.is_foreign else event
+    def _adopt(self, events: list[bytes]) -> None:
+        """Keep events as this router's: engines of other makes are not asked to work in the background. Those behind
+        one that has the response wait for it."""
+        for event in events:
+            if not self._foreign and self._adopting is None and not has_response(event):
+                self.events.append(event)
+            else:
+                self._foreign.append(event)
+        if self._foreign and self._adopting is None:
+            self._adopting = asyncio.create_task(self._work(), name="events of another engine")
+
+    async def _work(self) -> None:
+        while self._foreign:
+            event = self._foreign.popleft()
+            if has_response(event):
+                event = (await self._found(event)).own_event(event)
+            if not self.is_forgotten:
+                self.events.append(event)
+                self.notify()
+        self._adopting = None
 
     def _end(self, status: int, body: bytes) -> None:
         self._listener = None
         self._body = []
         if not self.answer.done():
             self.answer.set_result((status, body))
+
+
+def split_events(whole: bytes) -> list[bytes]:
+    """Split after blank lines, each of which becomes a line feed; one event is returned as it is."""
+    events: list[bytes] = []
+    begin = num_lines = 0
+    end = whole.find(b"\n") if len(whole) >= WRITE_BYTES else -1
+    while end >= 0 and num_lines < _FEW_LINES:
+        num_lines += 1
+        if whole.startswith(b"\n", end + 1) and not whole.startswith(b"\r", end - 1):
+            events.append(whole[begin : end + 2])
+            begin = end = end + 2
+        elif (blank := _EVENT_END.match(whole, end)) is not None:
+            events.append(whole[begin:end].removesuffix(b"\r") + b"\n\n")
+            begin = end = blank.end()
+        else:
+            end += 1
+        end = whole.find(b"\n", end)
+    rest = whole[begin:]
+    return events + [event.removesuffix(b"\r") + b"\n\n" for event in _EVENT_END.split(rest) if event]
 
 
 class Follower:

@@ -27,7 +27,7 @@ from argosy_protocol.batch_program import (
 )
 from argosy_protocol.errors import ApiError, ResponseNotFound, StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import ID_PREFIX, ResponseState
+from argosy_protocol.response_object import ID_PREFIX
 from argosy_router.batch.batch_client import BatchClient
 from argosy_router.metrics import definitions as define
 from argosy_router.metrics.series import Series
@@ -39,16 +39,7 @@ PATIENCE_S: Final = 2.0
 MAX_WRITING_BYTES: Final = 128 * 1024 * 1024
 """A record alone may be larger."""
 _decode: Final = msgspec.json.Decoder(StoredResponse).decode
-_decode_state: Final = msgspec.json.Decoder(ResponseState).decode
 _decode_heartbeat: Final = msgspec.json.Decoder(Heartbeat).decode
-
-
-def is_response(data: bytes) -> bool:
-    """Whether an engine's answer, given as JSON, is a response that has ended: only such a one can be stored."""
-    try:
-        return _decode_state(data).is_finished
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
 
 
 class ResponseStore:
@@ -86,7 +77,7 @@ class ResponseStore:
     async def keep(self, account: str, response_id: str, record: StoredResponse) -> None:
         """Store the record of a response that has ended; return once it is stored, or cannot be, or `PATIENCE_S` have
         passed."""
-        document = msgspec.json.encode(record)
+        document = record.encoded()
         size = len(document)
         if self._writes and self._writing_bytes + size > MAX_WRITING_BYTES:
             self.count_unstored()
@@ -122,9 +113,7 @@ class ResponseStore:
 
     async def add(self, account: str, response_id: str, record: StoredResponse) -> None:
         """Store a new record."""
-        await self._program.call(
-            "POST", f"{RESPONSES_PATH}/{response_id}", account, msgspec.json.encode(record)
-        )
+        await self._program.call("POST", f"{RESPONSES_PATH}/{response_id}", account, record.encoded())
 
     async def find(
         self, account: str, response_id: str, reserve: Callable[[int], None] | None = None
@@ -141,15 +130,18 @@ class ResponseStore:
             return None
         return _decoded(answer.body)
 
-    async def finish(self, account: str, response_id: str, record: StoredResponse) -> StoredResponse | None:
-        """Store the end of a response, unless it has one or was deleted; return the record that is stored now."""
+    async def finish(
+        self, account: str, response_id: str, record: StoredResponse, *, is_read: bool = True
+    ) -> StoredResponse | None:
+        """Store the end of a response, unless it has one or was deleted; return the record that is stored now, if that
+        `is_read`: a long one takes the event loop's time."""
         try:
             answer = await self._program.call(
-                "PUT", f"{RESPONSES_PATH}/{response_id}", account, msgspec.json.encode(record)
+                "PUT", f"{RESPONSES_PATH}/{response_id}", account, record.encoded()
             )
         except ResponseNotFound:
             return None
-        return _decoded(answer.body)
+        return _decoded(answer.body) if is_read else None
 
     async def remove(self, account: str, response_id: str) -> bool:
         if not object_ids.is_id(response_id):

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import parse_qsl
 
@@ -57,7 +58,7 @@ from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.body_rewrite import with_fields
 from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
 from argosy_router.proxy.request.large_bodies import takes_long
-from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.background_responses import BackgroundResponses, FindOf
 from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.storing_client import StoringClient
 
@@ -135,11 +136,13 @@ class StatefulRoutes:
         count_rejection: Callable[[bytes, int, ErrorReason], None],
         max_conversation_bytes: int,
         memory: BodyMemory,
+        find: FindOf,
     ) -> None:
         """
         Args:
             memory: of request bodies; what is loaded for a request counts in it, from before it is read until the
                 request has ended, or is answered with it.
+            find: finds the response in an answer.
             count_rejection: counts a refusal by its request's id, status and reason.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
@@ -149,6 +152,7 @@ class StatefulRoutes:
         self._count_rejection = count_rejection
         self._max_conversation_bytes = max_conversation_bytes
         self._memory = memory
+        self._find_response = find
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = OwnerSlots(MAX_PENDING)
 
@@ -227,9 +231,9 @@ class StatefulRoutes:
         if asked.store:
             owner = account.name
 
-            async def store(response: bytes) -> None:
+            async def store(response: msgspec.Raw) -> None:
                 items = await _in_turns(identifying(conversation, response_id))
-                record = StoredResponse(msgspec.Raw(response), items)
+                record = StoredResponse(response, items)
                 await self._stored.keep(owner, response_id, record)
 
             client = StoringClient(
@@ -238,6 +242,7 @@ class StatefulRoutes:
                 store,
                 BodyReservation(self._memory, request.account, request.body_bytes),
                 self._stored.count_unstored,
+                partial(self._find_response, account.name),
             )
         self._send(client, request, account, request_id, response_id.encode())
 

@@ -18,9 +18,7 @@ import msgspec
 from argosy_protocol.errors import Unavailable
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
-from argosy_router.http.sse import named_data, named_events, response_events
-from argosy_router.responses.adopted_answer import AdoptedAnswer
-from argosy_router.responses.response_store import is_response
+from argosy_router.proxy.request.ended_response import AdoptedAnswer, Find, begins_last, find_at_once
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +28,8 @@ MAX_BEHIND_BYTES: Final = 64 * 1024
 """What may come behind the last event of a stream: `[DONE]`, in bytes."""
 HELD_TWICE: Final = 2
 """The last event waits for the storage, and so does the response that was read from it."""
-_LAST_EVENT: Final = response_events(b"completed", b"incomplete", b"failed")
 
-Store = Callable[[bytes], Awaitable[None]]
-
-
-class _LastEvent(msgspec.Struct):
-    response: msgspec.Raw
-
-
-_decode_event = msgspec.json.Decoder(_LastEvent).decode
-
-
-def last_response(events: bytes) -> bytes:
-    """Return the response of the last event of a stream, as JSON; nothing if the stream has no such event."""
-    found = named_data(events, _LAST_EVENT)
-    try:
-        return b"" if found is None else bytes(_decode_event(events[found[0] : found[1]]).response)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return b""
-
-
-def begins_last(events: bytes) -> bool:
-    """Whether one of some events ends the response."""
-    return next(named_events(events, _LAST_EVENT), None) is not None
+Store = Callable[[msgspec.Raw], Awaitable[None]]
 
 
 class StoringClient:
@@ -66,6 +42,7 @@ class StoringClient:
         store: Store,
         reserved: BodyReservation,
         on_unstored: Callable[[], None],
+        find: Find = find_at_once,
     ) -> None:
         """
         Args:
@@ -73,19 +50,21 @@ class StoringClient:
             store: stores the response, given as JSON.
             reserved: gets what is kept of an answer until that is stored.
             on_unstored: called if there is no memory for that, so that it is not stored.
+            find: finds the response in the answer.
         """
         self._client = client
         self._adopted = AdoptedAnswer(response_id)
         self._store = store
         self._reserved = reserved
         self._on_unstored = on_unstored
+        self._find = find
         self._listener: ClientListener | None = None
         self._is_stream = False
         self._parts: list[bytes] = []
         """The answer, if it is no stream."""
         self._size = 0
         self._held: list[bytes] = []
-        """The end of a stream."""
+        """The end of a stream; its last event is in the first piece."""
         self._is_unstored = False
         """Whether there was no memory to hold the end of a stream."""
         self._behind = 0
@@ -147,9 +126,9 @@ class StoringClient:
     def finish(self) -> None:
         if self._has_ended:
             return
-        response = last_response(b"".join(self._held)) if self._is_stream else b"".join(self._parts)
+        end = b"".join(self._held[:1] if self._is_stream else self._parts)
         self._parts = []
-        self._finish(response, self._send_end)
+        self._finish(end, self._send_end)
 
     def abort(self) -> None:
         self._reserved.release()
@@ -180,12 +159,14 @@ class StoringClient:
         self._client.finish()
 
     def _send_held(self) -> None:
-        end, self._held = b"".join(self._held), []
+        held, self._held = self._held, []
         start, self._start = self._start, None
-        if start is not None:
-            self._client.start(*start, end)
-        elif end:
-            self._client.send(end)
+        for piece in held:
+            if start is not None:
+                self._client.start(*start, piece)
+                start = None
+            else:
+                self._client.send(piece)
 
     def _hold(self, events: bytes) -> bool:
         """Hold the end of a stream until its response is stored; return whether there is memory for it. Without, the
@@ -223,16 +204,17 @@ class StoringClient:
         """Whether one of some whole events ends the response."""
         return self._is_stream and begins_last(events)
 
-    def _finish(self, response: bytes, answer: Callable[[], None]) -> None:
-        """Store the response, if there is one, and then answer."""
+    def _finish(self, end: bytes, answer: Callable[[], None]) -> None:
+        """Store the response that is in the end of the answer, if there is one, and then answer."""
         self._listener = None
-        self._task = asyncio.create_task(self._work(response, answer), name="store a response")
+        self._task = asyncio.create_task(self._work(end, answer), name="store a response")
 
-    async def _work(self, response: bytes, answer: Callable[[], None]) -> None:
+    async def _work(self, end: bytes, answer: Callable[[], None]) -> None:
         try:
-            if is_response(response):
-                await self._store(response)
-            elif response:
+            found = await self._find(end, self._is_stream, {})
+            if found.is_ended:
+                await self._store(found.response_in(end))
+            elif found.end:
                 log.warning("an answer to a request for a response is none; it was not stored")
         except Exception:
             log.exception("a response could not be stored")

@@ -7,6 +7,7 @@ examination     reads a body, and refuses it for its content
 examined        what routing knows of a body that was read
 large_bodies    large bodies are read by another process
 body_process    that process
+ended_response  the responses in what engines answer, which it reads as well
 call            a decoded request
 model_names     which service a name means, which keys may use it, and what engines call it
 token_estimate  tokens that a request is charged to its key's limits

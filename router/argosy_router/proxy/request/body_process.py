@@ -5,7 +5,7 @@ Invariant: it answers each message, in order, and ends when its input does.
 
 A message is its length (4 bytes, big-endian) and msgpack. A `BodyJob` is followed by its body, and its answer is
 `Found`. If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed
-by the body if that has changed.
+by the body if that has changed. A `ResponseJob` is followed by what an engine answered; its answer is `FoundResponse`.
 """
 
 # Not compiled: it runs as a program.
@@ -17,7 +17,7 @@ import logging
 import signal
 import sys
 from array import array
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -25,20 +25,28 @@ from argosy_protocol.errors import ApiError, BadRequest, InternalError, PayloadT
 from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_router.prompts.prompt_hash import MeasuredPrompts, measure
 from argosy_router.proxy.request.body_rewrite import with_fields
+from argosy_router.proxy.request.ended_response import Fields, found_response
 from argosy_router.proxy.request.examination import RoutedEndpoint, examine
 from argosy_router.proxy.request.examined import Examined
 from argosy_router.proxy.request.foreign_fields import keep_foreign_fields
 
 LENGTH_BYTES = 4
-_Message = TypeVar("_Message")
 
 
-class BodyJob(msgspec.Struct):
+class BodyJob(msgspec.Struct, tag="body"):
     """Examine a body."""
 
     endpoint: str
     body_bytes: int
     has_state: bool
+
+
+class ResponseJob(msgspec.Struct, tag="response"):
+    """Find the response in an answer (see `found_response`)."""
+
+    answer_bytes: int
+    is_event: bool
+    fields: Fields
 
 
 class Refusal(msgspec.Struct):
@@ -111,7 +119,7 @@ def frame(message: msgspec.Struct) -> bytes:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer messages until `requests` ends."""
 
-    def received(kind: type[_Message]) -> _Message | None:
+    def received(kind: Any) -> Any:
         length = requests.read(LENGTH_BYTES)
         if len(length) < LENGTH_BYTES:
             return None
@@ -140,8 +148,11 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             size = None if rewritten is body else len(rewritten)
             answer(Measurements.of(measure(prompts, wish.seed), size), b"" if size is None else rewritten)
 
-    while (job := received(BodyJob)) is not None:
-        read(job)
+    while (job := received(BodyJob | ResponseJob)) is not None:
+        if isinstance(job, BodyJob):
+            read(job)
+        else:
+            answer(found_response(requests.read(job.answer_bytes), job.is_event, job.fields))
         gc.collect()
 
 

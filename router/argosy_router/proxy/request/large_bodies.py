@@ -1,4 +1,4 @@
-"""Large bodies: read by another process, so that the event loop goes on serving everyone else.
+"""Large bodies, and large responses: read by another process, so that the event loop goes on serving everyone else.
 
 Owns: that process, and whose body it reads next. Must not know: HTTP, attempts, how a replica is chosen.
 Invariants: one body is read at a time, and accounts take turns, so that nobody waits longer for having a neighbour with
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -27,9 +27,18 @@ from argosy_router.auth.accounts import Account
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.definitions import LARGE_BODIES
 from argosy_router.metrics.series import Series
-from argosy_router.proxy.request.body_process import LENGTH_BYTES, BodyJob, Found, Measurements, Wish, frame
+from argosy_router.proxy.request.body_process import (
+    LENGTH_BYTES,
+    BodyJob,
+    Found,
+    Measurements,
+    ResponseJob,
+    Wish,
+    frame,
+)
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import CallDraft
+from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
 from argosy_router.proxy.request.examination import RoutedEndpoint
 from argosy_router.proxy.request.examined import Examined
 
@@ -48,6 +57,7 @@ _PATIENCE_S: Final = 60.0
 _RETRY_AFTER_S: Final = 1.0
 
 _Message = TypeVar("_Message")
+_Answer = TypeVar("_Answer")
 
 
 class BodyProcess:
@@ -93,10 +103,7 @@ class BodyProcess:
             OSError, EOFError: the process has ended.
         """
         self._in.write(frame(BodyJob(endpoint, len(body), has_state)))
-        view = memoryview(body)
-        for start in range(0, len(view), _PIECE_BYTES):
-            self._in.write(view[start : start + _PIECE_BYTES])
-            await self._in.drain()
+        await self._send(body)
         found = await self._received(Found)
         if found.examined is None:
             assert found.refusal is not None
@@ -119,6 +126,22 @@ class BodyProcess:
         call = draft.call(body, answer.measured())
         call.is_body_reduced = is_reduced
         return call
+
+    async def find_response(self, answer: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+        """Find the response in an answer.
+
+        Raises:
+            OSError, EOFError: the process has ended.
+        """
+        self._in.write(frame(ResponseJob(len(answer), is_event, fields)))
+        await self._send(answer)
+        return await self._received(FoundResponse)
+
+    async def _send(self, body: bytes) -> None:
+        view = memoryview(body)
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._in.write(view[start : start + _PIECE_BYTES])
+            await self._in.drain()
 
     async def _received(self, kind: type[_Message]) -> _Message:
         length = int.from_bytes(await self._out.readexactly(LENGTH_BYTES), "big")
@@ -227,6 +250,18 @@ class LargeBodies:
         task.add_done_callback(self._tasks.discard)
         client.attach(reading)
 
+    async def find_response(self, owner: str, answer: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+        """Find the response in an answer (see `found_response`); of a large one by the other process, or if that fails
+        here, since nothing generates it again."""
+        if self._is_closed or not takes_long(answer):
+            return found_response(answer, is_event, fields)
+        try:
+            async with self._turns.turn(owner):
+                return await self._converse(lambda process: process.find_response(answer, is_event, fields))
+        except Unavailable:
+            self._counts.add(("unavailable",))
+            return found_response(answer, is_event, fields)
+
     def _pass_on(self, call: Call, client: Client, on_call: Callable[[Call], None]) -> None:
         try:
             on_call(call)
@@ -253,18 +288,21 @@ class LargeBodies:
             if not reading.is_wanted:
                 return None
             reading.has_begun = True
-            return await self._read_now(endpoint, body, place, has_state)
+            return await self._converse(lambda process: process.read(endpoint, body, has_state, place))
 
-    async def _read_now(
-        self, endpoint: RoutedEndpoint, body: bytes, place: Callable[[Examined], CallDraft], has_state: bool
-    ) -> Call:
+    async def _converse(self, converse: Callable[[BodyProcess], Awaitable[_Answer]]) -> _Answer:
+        """Have a conversation with the process, which is started if need be.
+
+        Raises:
+            Unavailable: the process has failed.
+        """
         try:
             if self.process is not None and self.process.has_ended:
                 await self._end_process()
             if self.process is None:
                 self.process = await self._start()
             async with asyncio.timeout(_PATIENCE_S):
-                call = await self.process.read(endpoint, body, has_state, place)
+                answer = await converse(self.process)
         except ApiError:
             raise
         # A timeout, a dead process, and a pipe that uvloop has closed.
@@ -278,7 +316,7 @@ class LargeBodies:
             await self._end_process()  # the conversation is not complete
             raise
         self._counts.add(("read",))
-        return call
+        return answer
 
     async def _end_process(self) -> None:
         process, self.process = self.process, None
