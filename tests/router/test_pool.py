@@ -3,17 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections import Counter
 
 import pytest
 
 from argosy_router.config import UpstreamLimits
-from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.deadlines import STEPS_PER_TURN, TimerWheel
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
 from argosy_router.http.upstream_errors import ConnectFailed
 
 from .harness import DEADLINE_S
+
+
+class Waiting:
+    """Requests that wait for connections; notes in which turn of the event loop each gets one."""
+
+    def __init__(self, count: int) -> None:
+        self.turns: Counter[int] = Counter()
+        self.failures: list[str] = []
+        self.told = asyncio.Event()
+        self._count = count
+        self._turn = 0
+        self._loop = asyncio.get_running_loop()
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._turn += 1
+        if not self.told.is_set():
+            self._loop.call_soon(self._begin_turn)
+
+    def on_connected(self, connection: UpstreamConnection) -> None:
+        self.turns[self._turn] += 1
+        self._note()
+
+    def on_connect_failed(self, error: ConnectFailed) -> None:
+        self.failures.append(str(error))
+        self._note()
+
+    def _note(self) -> None:
+        if self.turns.total() + len(self.failures) == self._count:
+            self.told.set()
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_requests_that_get_new_connections_at_once_are_sent_in_turns(is_removed: bool) -> None:
+    """A thousand, which waited for a replica that became ready, were sent in one turn of the event loop."""
+    count = 6 * STEPS_PER_TURN
+    with socket.create_server(("127.0.0.1", 0), backlog=count) as server:
+        wheel = TimerWheel(asyncio.get_running_loop())
+        host, port = server.getsockname()
+        pool = ConnectionPool(f"http://{host}:{port}", UpstreamLimits(), wheel, UpstreamTls())
+        waiting = Waiting(count)
+        for _ in range(count):
+            pool.acquire(waiting)
+        if is_removed:
+            while not waiting.turns:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            pool.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await waiting.told.wait()
+        assert max(waiting.turns.values()) <= 2 * STEPS_PER_TURN, "our turns begin within those of the loop"
+        assert set(waiting.failures) == ({"replica was removed"} if is_removed else set())
+        for connection in list(pool.connections):
+            connection.abort()
+        pool.close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".b"])

@@ -149,11 +149,19 @@ class ConnectionPool:
         except ConnectFailed as error:
             self._turns.run(partial(waiter.on_connect_failed, error))
         else:
-            if connection.is_closed:
-                closed = ConnectFailed("the replica closed the connection at once")
-                self._turns.run(partial(waiter.on_connect_failed, closed))
-                return
-            self.connections.add(connection)
+            if not connection.is_closed:
+                self.connections.add(connection)
+            self._turns.run(partial(self._hand_over, connection, waiter))
+
+    def _hand_over(self, connection: UpstreamConnection, waiter: Waiter) -> None:
+        """Give a new connection to its waiter, unless it was closed before it was its turn: sending a request takes as
+        long as other steps."""
+        if self._is_closed:
+            connection.abort()
+            waiter.on_connect_failed(ConnectFailed("replica was removed"))
+        elif connection.is_closed:
+            waiter.on_connect_failed(ConnectFailed("the replica closed the connection at once"))
+        else:
             waiter.on_connected(connection)
 
 
