@@ -9,6 +9,7 @@ Must not know: how they are answered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 import msgspec
 
@@ -88,8 +89,9 @@ def documented_routes(endpoints: Iterable[str], *, has_storage: bool) -> Iterato
     yield from _STATE
 
 
-def encoded_document(endpoints: Iterable[str], *, has_storage: bool) -> bytes:
-    """Return the document as JSON."""
+@cache
+def encoded_document(endpoints: tuple[str, ...], *, has_storage: bool) -> bytes:
+    """Return the document as JSON. The first time takes a tenth of a second."""
     return msgspec.json.encode(
         openapi_document("Argosy router", documented_routes(endpoints, has_storage=has_storage))
     )

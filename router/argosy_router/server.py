@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from argosy_protocol import __version__
@@ -199,9 +199,11 @@ class Router:
         """Stored responses."""
         self.forwarded = None if self._batch_client is None else self._forwarded_routes(self._batch_client)
         """Files and batches."""
-        self.application.document = cache(
-            lambda: encoded_document(self.application.endpoints, has_storage=self._batch_client is not None)
+        # Made before there are requests that would wait for it.
+        document = encoded_document(
+            tuple(self.application.endpoints), has_storage=self._batch_client is not None
         )
+        self.application.document = lambda: document
         self.metrics.add(
             define.CLIENT_CONNECTIONS.value(lambda: len(self.server.connections)),
             define.REFUSED_CONNECTIONS.value(lambda: self.server.connection_limit.refused),

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
+from argosy_router.auth.accounts import Account
+from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
+from argosy_router.http.messages import Request
+from argosy_router.proxy.request.model_names import names_for
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, raw, rig, service
@@ -115,6 +119,66 @@ async def test_a_key_opens_its_models_only(tmp_path: Path) -> None:
         for name in ("fast", "no"):
             message = (await r.chat(model=name)).json()["error"]["message"]
             assert message == f"the model `{name}` does not exist; models: 'small', 'big'"
+
+
+class Answered:
+    """A client that keeps its answer."""
+
+    def __init__(self) -> None:
+        self.body = b""
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        assert status == 200
+        self.body = body
+
+    def unexpected(self, *_: object) -> None:
+        raise AssertionError
+
+    attach = start = send = finish = abort = unexpected
+
+
+def listed(r: Rig, target: bytes = b"/v1/models") -> tuple[bytes, Account]:
+    """The list of models, as the application answers, and whose it is."""
+    headers = [(b"host", b"a"), (b"authorization", b"Bearer sk-client")]
+    request = Request(b"GET", target, headers, is_http10=False, keep_alive=True)
+    client = Answered()
+    r.router.application.on_head(request)
+    r.router.application.on_request(client, request)
+    assert isinstance(request.grant, Account)
+    return client.body, request.grant
+
+
+async def test_models_are_listed_anew_when_they_or_the_keys_terms_have_changed(tmp_path: Path) -> None:
+    """Each list, and each 404, asked all services: with a thousand of them 16 requests took 87 ms."""
+    async with keyed(tmp_path, "models=small,team/large") as r:
+        services = [
+            service([], aliases=("small", "fast")),
+            service([], namespace="team", name="large", uid="2", model="big"),
+        ]
+        r.discovery.set(FleetDocument(services=tuple(services)))
+        fleet = r.router.fleet
+        first, account = listed(r)
+        names = names_for(fleet, account)
+        assert b"small" in first
+        assert b"big" in first
+        assert listed(r)[0] is first
+        assert b"slug" in listed(r, b"/v1/models?client_version=1")[0]
+        assert names_for(fleet, account) is names
+        r.discovery.set(FleetDocument(services=tuple(services[:1])))
+        assert b"small" in listed(r)[0]
+        assert b"big" not in listed(r)[0]
+        assert len(names_for(fleet, account)) == 1
+        account.apply(KeyTerms(name="client"), 0.0)
+        assert b"fast" in listed(r)[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/models/none"])
+async def test_lists_of_models_count_against_the_limit_of_requests(tmp_path: Path, path: str) -> None:
+    async with keyed(tmp_path, "requests_per_minute=2") as r:
+        stop_clock(r)
+        answers = [await r.http.get(path) for _ in range(3)]
+        assert [answer.status_code == 429 for answer in answers] == [False, False, True]
+        assert (await r.chat()).status_code == 429
 
 
 async def test_a_key_for_a_name_opens_no_service_that_lost_it(tmp_path: Path) -> None:

@@ -169,18 +169,20 @@ async def test_answers_that_one_key_does_not_read_leave_memory_to_another(stream
 
 
 class LongAnswer(Recorder):
-    """An application that streams one long event."""
+    """An application that streams long events."""
 
     def on_request(self, connection: ServerConnection, request: Request) -> None:
         connection.start(200, b"", b"begin")
-        connection.send(b"x" * (8 * LONG))
+        for _ in range(8):
+            connection.send(b"x" * LONG)
         connection.send(b"end")
         connection.finish()
 
 
 @pytest.mark.parametrize("request_", [PUBLIC, LAST], ids=["left open", "closing"])
 async def test_of_an_answer_that_is_not_read_the_transport_has_a_piece(request_: bytes) -> None:
-    """A transport of TLS does not tell what it has."""
+    """A transport of TLS does not tell what it has. What was read does not count any more: of slow clients the metric
+    showed the most that each had left unread."""
     limits, clock, wire = ServerLimits(), StoppedClock(), FullWire()
     wheel = TimerWheel(asyncio.get_running_loop(), TICK_S, clock)
     state = ServerState(LongAnswer(), limits, wheel)
@@ -190,7 +192,7 @@ async def test_of_an_answer_that_is_not_read_the_transport_has_a_piece(request_:
     read = 0
     while connection.is_behind:
         unread = 8 * LONG - wire.sent.count(b"x")
-        assert not unread or unread <= state.body_memory.held <= 9 * LONG
+        assert not unread or unread - PIECE_BYTES <= state.body_memory.held <= unread + LONG
         written = len(wire.sent)
         assert not wire.is_closed
         connection.resume_writing()

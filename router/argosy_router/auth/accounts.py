@@ -63,6 +63,11 @@ class Account:
         """Whether the account has any limit, so that its requests need reservations."""
         return self._limits.is_limited
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that it may use; none means all."""
+        return self._terms.models
+
     def divide(self, routers: int, now: float) -> None:
         """Divide the limits by the number of routers, this one included, that serve the account from now on."""
         self._limits.divide(routers, now)

@@ -93,6 +93,8 @@ class Fleet:
         self.names = NameTable({}, ())
         self._by_name: dict[str, Service] = {}
         """Model name -> service, resolved by `names`."""
+        self.permitted: dict[tuple[str, ...], list[tuple[str, Service]]] = {}
+        """What `model_names.names_for` has found since services or their names have changed, by a key's models."""
         self._applied = FleetSnapshot()
         self.fleet_revision = ""
         self.is_loaded = False
@@ -163,6 +165,7 @@ class Fleet:
                 pass
         known = set(self.names.conflicts)
         self.names = resolve_names(document)
+        self.permitted = {}
         self._by_name = {name: self.services[spec.qualified_name] for name, spec in self.names.names.items()}
         new = [conflict for conflict in self.names.conflicts if conflict not in known]
         for conflict in new[:MAX_LOGGED_CONFLICTS]:

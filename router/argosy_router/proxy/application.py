@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 _JSON = b"content-type: application/json\r\n"
 _MODELS = b"/v1/models"
 _MODEL_PREFIX = b"/v1/models/"
+MAX_LIST_BYTES = 16 << 20
+"""Of lists of models that are kept encoded: that of a thousand services takes 200 KB, and some milliseconds."""
 _CODEX_QUERY = re.compile(rb"[?&]%b=" % CODEX_QUERY.encode())
 _RESPONSES = b"/v1/responses"
 _COMPACT = b"/v1/responses/compact"
@@ -139,6 +141,11 @@ class RouterApplication:
         self._background = background
         self._tracer = tracer
         self._created = int(time.time())
+        self._lists: dict[tuple[tuple[str, ...], bool, bool], bytes] = {}
+        """Encoded lists of models, by what a key may use and the form."""
+        self._lists_bytes = 0
+        self._lists_revision = -1
+        """The fleet's, since which the lists hold."""
         self.is_draining = False
         self.document: Callable[[], bytes] | None = None
         """Returns the OpenAPI document of the main port."""
@@ -181,6 +188,8 @@ class RouterApplication:
             return self._stored_routes().on_head(request, account)
         is_generation = request.path in _ENDPOINTS
         if is_generation and request.method == b"POST":
+            self._charge(request, account)
+        if request.path == _MODELS or request.path.startswith(_MODEL_PREFIX):
             self._charge(request, account)
         if self.responses is not None and _is_response(request.path):
             return self.responses.is_body_used(request)
@@ -498,9 +507,20 @@ class RouterApplication:
         return 200, b"content-type: " + CONTENT_TYPE + b"\r\n", note + self._accounting.usage_of(account.name)
 
     def _models(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
-        cards = [self._card(name, service) for name, service in names_for(self._fleet, account)]
+        is_anthropic = _is_anthropic(request)
         is_codex = _CODEX_QUERY.search(request.target) is not None
-        return 200, _JSON, encoded_models(cards, is_anthropic=_is_anthropic(request), is_codex=is_codex)
+        if self._lists_revision != self._fleet.revision or self._lists_bytes > MAX_LIST_BYTES:
+            self._lists.clear()
+            self._lists_bytes = 0
+            self._lists_revision = self._fleet.revision
+        form = (account.models, is_anthropic, is_codex)
+        listed = self._lists.get(form)
+        if listed is None:
+            cards = [self._card(name, service) for name, service in names_for(self._fleet, account)]
+            listed = encoded_models(cards, is_anthropic=is_anthropic, is_codex=is_codex)
+            self._lists[form] = listed
+            self._lists_bytes += len(listed)
+        return 200, _JSON, listed
 
     def _model(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(request.path[len(_MODEL_PREFIX) :].decode("latin-1"))

@@ -15,6 +15,9 @@ from argosy_router.fleet.service import Service
 _RETRY_AFTER_S: Final = 1.0
 _SHOWN_NAMES: Final = 8
 """Names of models in one message."""
+_MAX_KEPT_LISTS: Final = 64
+"""Lists of names that are kept: keys that may use the same models have one, and that of a thousand services takes 100
+KB. Finding it takes some milliseconds."""
 
 
 class Renaming(NamedTuple):
@@ -65,7 +68,10 @@ def may_use(fleet: Fleet, account: Account, name: str, service: Service, adapter
 
 
 def names_for(fleet: Fleet, account: Account) -> list[tuple[str, Service]]:
-    """Return the names that the account may give in requests, each with its service."""
+    """Return the names that the account may give in requests, each with its service; the list is shared."""
+    kept = fleet.permitted.get(account.models)
+    if kept is not None:
+        return kept
     found: list[tuple[str, Service]] = []
     for service in fleet.services.values():
         spec = service.spec
@@ -76,14 +82,17 @@ def names_for(fleet: Fleet, account: Account) -> list[tuple[str, Service]]:
             if fleet.service_of(name) is service
             and may_use(fleet, account, name, service, fleet.adapter_of(name))
         ]
+    if len(fleet.permitted) >= _MAX_KEPT_LISTS:
+        fleet.permitted.clear()
+    fleet.permitted[account.models] = found
     return found
 
 
 def unknown_model(fleet: Fleet, name: str, account: Account | None) -> NotFound:
     """Return the error for a name that no service has, or that the account may not use, with the names that it may use;
     None: whoever asks sees no names."""
-    names = [found for found, _ in names_for(fleet, account)] if account is not None else []
-    shown = ", ".join(repr(found[:256]) for found in names[:_SHOWN_NAMES])
+    names = names_for(fleet, account) if account is not None else []
+    shown = ", ".join(repr(found[:256]) for found, _ in names[:_SHOWN_NAMES])
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     there = f"; models: {shown}{more}" if shown else ""
     return NotFound(f"the model `{name[:256]}` does not exist{there}", param="model", code="model_not_found")
