@@ -24,6 +24,7 @@ from argosy_router.prompts.prompt_hash import Prompt
 from argosy_router.proxy.request.body_process import serve
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import CallDraft, decode_call
+from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
 from argosy_router.proxy.request.examination import RoutedEndpoint
 from argosy_router.proxy.request.examined import Examined
 from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES, BodyProcess, LargeBodies, is_large
@@ -55,6 +56,22 @@ class ScriptedProcess:
         self.begun.append(body)
         await self.goes_on.acquire()
         raise ApiError(body[:20].decode())
+
+    async def kill(self) -> None:
+        self.has_ended = True
+
+
+class FailingProcess:
+    """Finds responses, or ends."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.has_ended = False
+        self.fails = fails
+
+    async def find_response(self, answer: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+        if self.fails:
+            raise EOFError
+        return found_response(answer, is_event, fields)
 
     async def kill(self) -> None:
         self.has_ended = True
@@ -277,6 +294,27 @@ async def test_accounts_take_turns() -> None:
 
 
 # what becomes of the process
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+async def test_a_large_response_is_read_by_a_new_process_if_one_fails(num_failures: int) -> None:
+    text = json.dumps({"id": "resp_1", "status": "completed", "x": LARGE}).encode()
+    event = b'event: response.completed\ndata: {"response":%b}\n\n' % text
+    started: list[FailingProcess] = []
+
+    async def start() -> FailingProcess:
+        started.append(FailingProcess(fails=len(started) < num_failures))
+        return started[-1]
+
+    bodies = LargeBodies(start)
+    found = await bodies.find_response("owner", event, True, {"store": b"true"})
+    assert [process.has_ended for process in started] == [each.fails for each in started]
+    if num_failures < 2:
+        assert (found.is_ended, json.loads(bytes(found.response_in(event)))["store"]) == (True, True)
+        assert json.loads(found.own_event(event).partition(b"data: ")[2])["response"]["x"] == LARGE
+    else:
+        assert (found.is_ended, found.end) == (False, 0)
+    await bodies.close()
 
 
 async def test_a_process_that_dies_costs_its_request_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,6 +214,8 @@ class BackgroundResponses:
                 message = run.failure or message
         except ApiError as error:
             message = error.message
+        except Exception:
+            log.exception("a background response could not be read")
         if response is None:
             failed = with_status(bytes(queued.response), "failed", message)
             run.fail(failed)

@@ -55,6 +55,8 @@ _PIECE_BYTES: Final = 256 << 10
 _PATIENCE_S: Final = 60.0
 """For one body; a process that takes longer is hanging."""
 _RETRY_AFTER_S: Final = 1.0
+_TRIES: Final = 2
+"""Of reading a response."""
 
 _Message = TypeVar("_Message")
 _Answer = TypeVar("_Answer")
@@ -251,16 +253,23 @@ class LargeBodies:
         client.attach(reading)
 
     async def find_response(self, owner: str, answer: bytes, is_event: bool, fields: Fields) -> FoundResponse:
-        """Find the response in an answer (see `found_response`); of a large one by the other process, or if that fails
-        here, since nothing generates it again."""
-        if self._is_closed or not takes_long(answer):
+        """Find the response in an answer (see `found_response`); of a large one by the other process, or by a new one
+        if that fails, since nothing generates it again. If that fails, too, the answer is perhaps what ends them, and
+        has none."""
+        if not takes_long(answer):
             return found_response(answer, is_event, fields)
-        try:
-            async with self._turns.turn(owner):
-                return await self._converse(lambda process: process.find_response(answer, is_event, fields))
-        except Unavailable:
-            self._counts.add(("unavailable",))
-            return found_response(answer, is_event, fields)
+        async with self._turns.turn(owner):
+            for _ in range(_TRIES):
+                if self._is_closed:
+                    break
+                try:
+                    return await self._converse(
+                        lambda process: process.find_response(answer, is_event, fields)
+                    )
+                except Unavailable:
+                    self._counts.add(("unavailable",))
+        log.error("a large response could not be read, and is not stored")
+        return FoundResponse()
 
     def _pass_on(self, call: Call, client: Client, on_call: Callable[[Call], None]) -> None:
         try:
