@@ -1,5 +1,6 @@
-"""Write a Qwen3 checkpoint with random weights, for measuring speed: `tiny` (5 M parameters), `m06` (449 M) or
-`q06` (596 M: Qwen3-0.6B, whose vocabulary is 18 times as large).
+"""Write a Qwen3 checkpoint with random weights, for measuring speed: `tiny` (5 M parameters), `m06` (449 M), `q06`
+(596 M: Qwen3-0.6B, whose vocabulary is 18 times as large), or `q35` (752 M: Qwen3.5-0.8B's text part, three of four
+layers Gated DeltaNet).
 
     python bench/engine/random_model.py FOLDER tiny
 
@@ -19,6 +20,9 @@ SHAPES = {
             "num_key_value_heads": 8, "head_dim": 128},
     "q06": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "q35": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320},
 }  # fmt: skip
 VOCAB_SIZE = 8192
 TEMPLATE = (
@@ -33,7 +37,7 @@ def write(folder: Path, shape: str) -> Path:
         return folder
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +53,8 @@ def write(folder: Path, shape: str) -> Path:
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    config = Qwen3Config(
+    config_class = Qwen3_5TextConfig if shape == "q35" else Qwen3Config
+    config = config_class(
         max_position_embeddings=4096,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
@@ -57,7 +62,7 @@ def write(folder: Path, shape: str) -> Path:
         **{"vocab_size": VOCAB_SIZE} | SHAPES[shape],
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -260,6 +260,15 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Flag(is_size=True, aliases=(("-1", "auto"),), form="must be a whole number, auto, or like 4k"),
     ] = None
     block_size: Annotated[BlockSize, Meta(description="tokens per KV block")] = 16
+    mamba_block_size: Annotated[
+        int,
+        Meta(
+            ge=16,
+            le=1 << 20,
+            description="of models with states (Mamba, DeltaNet): tokens after which a state is kept for the prefix "
+            "cache, besides those at the ends of prompts and where prompts part",
+        ),
+    ] = 1024
     quantization: Annotated[
         Quantization | None,
         Meta(

@@ -37,17 +37,25 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     max_model_len: int
     limited_by: Literal["memory", "--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--max-num-seqs"]
     """What determines the number of blocks. `--max-num-seqs`: more blocks could never be used."""
+    state_bytes: int = 0
+    """States of one request over all recurrent layers; 0: there are none."""
+    num_states: int = 0
+    """Number of blocks with states, including the null block."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + self.num_states * self.state_bytes
 
     @property
     def kv_cache_tokens(self) -> int:
         """Capacity in tokens of full-length requests. With sliding windows it exceeds the number of slots, because
         requests free the blocks that leave the window."""
         full_length = -(-self.max_model_len // self.block_size) * self.block_size
-        return (self.num_blocks - 1) * full_length // self.request_blocks
+        in_states = (self.num_states - 1) * full_length
+        if not self.request_blocks:  # states alone
+            return in_states
+        in_blocks = (self.num_blocks - 1) * full_length // self.request_blocks
+        return min(in_blocks, in_states) if self.num_states else in_blocks
 
     @property
     def max_concurrency(self) -> float:

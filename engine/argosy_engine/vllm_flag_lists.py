@@ -41,11 +41,10 @@ _MEDIA_SWITCHES = (
     *("disable-chunked-mm-input", "interleave-mm-strings", "language-model-only", "skip-mm-profiling"),
     "enable-flash-late-interaction",
 )
-_NO_MAMBA = "models with states, such as Mamba's, are not served"
+_NO_MAMBA = "states, such as Mamba's, are kept in the model's own way; --mamba-block-size says how often"
 _MAMBA = (
     *(
         "mamba-backend",
-        "mamba-block-size",
         "mamba-cache-dtype",
         "mamba-cache-mode",
         "mamba-cache-philox-rounds",

@@ -149,6 +149,41 @@ def test_norm_equals_float64(kernels: Kernels, dtype: torch.dtype) -> None:
         assert torch.equal(kernels.rms_norm(total, weight, 1e-6), out)
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 16, 16), (2, 7, 2, 4, 24, 48), (1, 70, 1, 3, 129, 80), (3, 1, 2, 2, 128, 128)]
+)
+def test_the_gated_delta_rule_equals_float64(kernels: Kernels, shape: tuple[int, ...]) -> None:
+    num_rows, num_tokens, key_heads, value_heads, key_dim, value_dim = shape
+    generator = torch.Generator().manual_seed(7)
+
+    def random_of(*size: int) -> torch.Tensor:
+        return torch.randn(num_rows, *size, generator=generator)
+
+    q, k = (F.normalize(random_of(num_tokens, key_heads, key_dim), dim=-1) for _ in range(2))
+    v = random_of(num_tokens, value_heads, value_dim)
+    g, beta = F.logsigmoid(random_of(num_tokens, value_heads)), random_of(num_tokens, value_heads).sigmoid()
+    state = random_of(value_heads, key_dim, value_dim)
+    expected, own = [], state.double()
+    for token in range(num_tokens):
+        query, key = (
+            each[:, token].double().repeat_interleave(value_heads // key_heads, dim=1) for each in (q, k)
+        )
+        own = own * g[:, token].double().exp()[..., None, None]
+        change = (v[:, token] - torch.einsum("nhkv,nhk->nhv", own, key)) * beta[:, token, :, None]
+        own = own + torch.einsum("nhk,nhv->nhkv", key, change)
+        expected.append(torch.einsum("nhkv,nhk->nhv", own, query))
+    parts = state.clone()
+    found = kernels.gated_delta_rule(q, k, v, g, beta, state)
+    torch.testing.assert_close(found.double(), torch.stack(expected, 1), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(state.double(), own, atol=2e-5, rtol=2e-5)
+    halves = [
+        kernels.gated_delta_rule(*(each[:, part].contiguous() for each in (q, k, v, g, beta)), parts)
+        for part in (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens))
+    ]
+    assert torch.equal(torch.cat(halves, 1), found)
+    assert torch.equal(parts, state)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_argmax_takes_the_first_of_equals(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -6,14 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
+from argosy_engine.attention.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import make_groups
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.messages.kv_cache_interface import block_bytes, check_pages, group_layers, peak_blocks
+from argosy_engine.messages.kv_cache_interface import (
+    block_bytes,
+    check_pages,
+    group_layers,
+    peak_blocks,
+    state_bytes,
+)
 from argosy_engine.params.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -59,10 +70,13 @@ def test_layers_of_smaller_pages_form_larger_groups_which_the_pool_refuses() -> 
     check_pages(group_layers([FULL, SLIDING]))
 
 
-def test_a_large_state_does_not_enlarge_the_groups_of_other_layers() -> None:
-    groups = group_layers([FULL, FULL, RecurrentStateSpec(1000), RecurrentStateSpec(1000)])
-    assert [group.layers for group in groups] == [(0, 1), (2,), (3,)]
-    assert block_bytes(groups) == 1000
+def test_states_are_one_group_and_do_not_enlarge_blocks() -> None:
+    groups = group_layers([RecurrentStateSpec(1000), FULL, FULL, RecurrentStateSpec(800)])
+    assert [group.layers for group in groups] == [(1, 2), (0, 3)]
+    assert (block_bytes(groups), state_bytes(groups)) == (200, 2000)
+    check_pages(groups)
+    alone = group_layers([RecurrentStateSpec(1000)])
+    assert (block_bytes(alone), state_bytes(alone)) == (0, 1000)
 
 
 @given(cached=st.sets(st.integers(0, 11)), length=st.integers(0, 12), window=st.integers(1, 30))
@@ -146,7 +160,7 @@ def test_what_is_announced_can_be_served(
 ) -> None:
     """Prompts that share beginnings, in a cache that is too small for all, computed in steps."""
     sliding = SlidingWindowSpec(100, window)
-    specs = [sliding] if is_alone else [FULL, sliding, sliding]
+    specs: list[KVCacheSpec] = [sliding] if is_alone else [FULL, sliding, sliding]
     kv = KVCacheManager(num_blocks, BLOCK, True, specs=specs, max_num_batched_tokens=step)
     told: set[int] = set()
     lived: dict[int, tuple[list[int], int]] = {}
@@ -176,16 +190,6 @@ def test_what_is_announced_can_be_served(
             assert chunk_hash not in told or is_served, (seen, length)
             if chunk_hash in own:  # others may be served again by what this request has computed
                 assert chunk_hash in told or not is_served, (seen, length)
-
-
-def test_a_recurrent_state_takes_one_block_and_shares_none() -> None:
-    kv = KVCacheManager(40, BLOCK, True, specs=[FULL, RecurrentStateSpec(100)], max_num_batched_tokens=32)
-    live = admit(kv, "a", list(range(24)))
-    assert [len(ids) for ids in live.block_ids] == [6, 1]
-    live.num_computed_tokens = 24
-    live.append_output(7)
-    assert [len(added) for added in kv.grow(live, 1) or ()] == [1, 0]
-    assert admit(kv, "b", list(range(24))).num_computed_tokens == 0
 
 
 @given(length=st.integers(1, 200), window=st.integers(1, 64), chunk=st.integers(1, 64))

@@ -18,13 +18,14 @@ from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, RecurrentStateSpec
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
-from argosy_engine.messages.kv_cache_interface import block_bytes
+from argosy_engine.messages.kv_cache_interface import block_bytes, group_layers
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
@@ -73,6 +74,47 @@ def test_the_plan_never_exceeds_the_share(
     assert taken <= available
     assert budget.kv_cache_tokens >= budget.max_model_len
     assert budget.max_concurrency >= 1
+
+
+@given(
+    available=st.integers(1 << 24, 1 << 34),
+    state=st.integers(1, 1 << 24),
+    page=st.sampled_from([0, 1 << 10, 1 << 16]),
+    interval=st.sampled_from([16, 1024, 1 << 20]),
+    max_num_seqs=st.integers(1, 512),
+    caching=st.booleans(),
+)
+def test_states_and_blocks_share_the_memory(
+    available: int, state: int, page: int, interval: int, max_num_seqs: int, caching: bool
+) -> None:
+    attention = [FullAttentionSpec(page)] * 4 if page else []
+    groups = group_layers([*attention, *[RecurrentStateSpec(state)] * 4])
+    args = EngineArgs.of(
+        model="builtin://tiny",
+        max_model_len="auto",
+        mamba_block_size=interval,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=caching,
+    )
+    memory = DeviceMemory("cpu", "test", available, available)
+    try:
+        budget = plan_memory(
+            args, load_model_config(TINY), memory, groups=groups, weights_bytes=0, activation_bytes=0
+        )
+    except DoesNotFit:
+        return
+    assert budget.kv_cache_bytes <= available
+    assert budget.num_states >= 3
+    assert budget.max_concurrency >= 1
+    per_request = 2 if caching else 1
+    if (
+        budget.num_states <= max_num_seqs * per_request
+    ):  # not all can run, so nothing that serves fewer takes more
+        assert budget.num_states * budget.state_bytes >= available * 0.4 * 0.49 - 2 * budget.state_bytes
+    if not caching:
+        assert budget.num_states <= max_num_seqs + 1
+    if not page:
+        assert budget.block_bytes == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +16,7 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from argosy_engine.core.kv_cache import state_blocks
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.sched.scheduler import Scheduler
@@ -31,9 +34,18 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "sliding": (SlidingWindowSpec(0, 6),),
     "hybrid": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), SlidingWindowSpec(0, 13)),
     "recurrent": (FullAttentionSpec(0), RecurrentStateSpec(0)),
+    "recurrent, sliding": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), RecurrentStateSpec(0)),
+    "recurrent alone": (RecurrentStateSpec(0),),
 }
 TEXTS = ([1, 2, 3] * 10, [1, 2, 4, 3] * 7)
 """Prompts are beginnings of few texts, so that they share prefixes."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_checkpoints() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_blocks, "MIN_CHECKPOINT_TOKENS", BLOCK)
+        yield
 
 
 def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[list[int], FinishReason]:
@@ -63,6 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixed=st.sampled_from([None, 2, 6]),
         max_in_flight=st.sampled_from([1, 2, 2, 3]),
         is_pipeline=st.booleans(),
+        num_states=st.integers(3, 12),
+        state_interval=st.sampled_from([4, 8, 64]),
     )
     def start(
         self,
@@ -78,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixed: int | None,
         max_in_flight: int,
         is_pipeline: bool,
+        num_states: int,
+        state_interval: int,
     ) -> None:
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.capacity = (num_blocks - 1) * BLOCK
@@ -85,12 +101,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if kind != "full":  # room for any request alone, so that what it gets is easily told
             num_blocks += len(specs) * MAX_MODEL_LEN // BLOCK
             self.capacity = MAX_MODEL_LEN
-        if kind == "recurrent":
+        if kind.startswith("recurrent"):
             num_drafts = 0  # a state cannot be taken back
         if is_pipeline:
             num_drafts = 0
         self.scheduler = Scheduler(
-            KVCacheManager(num_blocks, BLOCK, caching, watermark, specs, budget),
+            KVCacheManager(
+                num_blocks,
+                BLOCK,
+                caching,
+                watermark,
+                specs,
+                budget,
+                num_states=num_states,
+                state_interval=state_interval,
+            ),
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
@@ -270,4 +295,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

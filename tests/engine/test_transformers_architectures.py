@@ -9,26 +9,12 @@ import pytest
 from transformers_checkpoints import MODEL_TYPES
 from transformers_sweep import outcome
 
-STATES = "keeps a state of its own"
 REFUSED = {
     "bloom": "cannot be followed",  # ALiBi
     "deepseek_v4": "attends to other keys",  # compressed ones
     "falcon": "cannot be followed",  # attention that does not go through transformers' interface
-    "falcon_h1": STATES,
-    "kimi_linear": STATES,
-    "lfm2": STATES,
-    "lfm3": STATES,
-    "mamba": "has no attention heads",
-    "mamba2": "has no attention heads",
-    "minimax": STATES,
     "mpt": "cannot be followed",  # ALiBi
-    "nemotron_h": STATES,
-    "olmo_hybrid": STATES,
-    "qwen3_5_moe_text": STATES,
-    "qwen3_5_text": STATES,
-    "qwen3_next": STATES,
     "xglm": "cannot be followed",  # attention that does not go through transformers' interface
-    "zamba2": "cannot be",
 }
 """Types that are not served, and what the refusal says."""
 
@@ -48,3 +34,4 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
         assert "ForCausalLM" in found.detail
     else:
         assert found[:2] == ("served", "")
+        assert found.cached_tokens

@@ -33,7 +33,7 @@ from processes import free_port, running
 from transformers_checkpoints import WRAPPER_TYPES, write_checkpoint, write_folder
 from transformers_sweep import EXACT, outcome, served
 
-IN_GUIDES = ("qwen3_vl",)
+IN_GUIDES = ("qwen3_vl", "qwen3_5")
 """Types with which the command line and request of guides to vLLM are tried."""
 GUIDE = """
     --dtype auto --tensor-parallel-size 1 --gpu-memory-utilization 0.85 --max-model-len 1024 --language-model-only
@@ -70,10 +70,7 @@ OURS = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevisio
 OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
-    "mllama": "keeps a state of its own",
     "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones
-    "qwen3_5": "keeps a state of its own",
-    "qwen3_5_moe": "keeps a state of its own",
 }
 """Types that are not served, and what the refusal says."""
 IN_LLAVA = (

@@ -70,6 +70,8 @@ class FakeWorker:
         self.rows: dict[str, Row] = {}
         self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         """Maps (block, offset) to the KV cache group and the prefix it was computed from."""
+        self.states: dict[int, tuple[int, ...]] = {}
+        """Maps blocks of states to the prefix that they stand for."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_request_ids:
@@ -84,6 +86,7 @@ class FakeWorker:
             )
         for request_id, token in step.new_token_ids.items():
             self._learn(self.rows[request_id], token)
+        self._continue_states(step)
         for request_id, count in step.num_scheduled_tokens.items():
             self._write(request_id, count, step.scheduled_spec_token_ids.get(request_id, []))
         output = ModelRunnerOutput(list(step.num_scheduled_tokens), [])
@@ -97,10 +100,32 @@ class FakeWorker:
             row.tokens.append(token)
         assert row.tokens[row.num_computed] == token
 
+    def _continue_states(self, step: SchedulerOutput) -> None:
+        """Compute the states of a step's requests in no order: none may read what another writes."""
+        written: dict[int, tuple[int, ...]] = {}
+        read = set()
+        for request_id, count in step.num_scheduled_tokens.items():
+            row = self.rows[request_id]
+            end = row.num_computed + count
+            for blocks, spec in zip(row.blocks, self.specs, strict=True):
+                if not isinstance(spec, RecurrentStateSpec):
+                    continue
+                assert len(blocks) == -(-end // self.block_size)
+                target = blocks[(end - 1) // self.block_size]
+                if row.num_computed:
+                    source = blocks[(row.num_computed - 1) // self.block_size]
+                    assert source != 0
+                    state = self.states[source]
+                    assert state == tuple(row.tokens[: row.num_computed]), f"{request_id} has state {state}"
+                    if source != target:
+                        read.add(source)
+                assert target != 0
+                assert target not in written, "two requests write one state"
+                written[target] = tuple(row.tokens[:end])
+        assert not read & written.keys(), "a state is read and written in one step"
+        self.states |= written
+
     def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:
-        if isinstance(self.specs[group], RecurrentStateSpec):
-            (block_id,) = row.blocks[group]
-            return block_id, 0
         block_id = row.blocks[group][position // self.block_size]
         assert block_id != 0, "the null block is nobody's"
         return block_id, position % self.block_size
@@ -110,9 +135,8 @@ class FakeWorker:
         known = row.tokens + drafts
         assert row.num_computed + count <= len(known)
         for group, spec in enumerate(self.specs):
-            if isinstance(spec, RecurrentStateSpec) and row.num_computed:
-                state = self.cache[self._slot(row, group, 0)]
-                assert state == (group, tuple(known[: row.num_computed])), f"{request_id} has state {state}"
+            if isinstance(spec, RecurrentStateSpec):
+                continue
             for position in range(row.num_computed, row.num_computed + count):
                 self.cache[self._slot(row, group, position)] = (group, tuple(known[: position + 1]))
 
@@ -123,7 +147,7 @@ class FakeWorker:
             if isinstance(spec, SlidingWindowSpec):
                 first = max(row.num_computed - spec.window + 1, 0)
             elif isinstance(spec, RecurrentStateSpec):
-                first = end - 1
+                continue
             for position in range(first, end):
                 read = self.cache[self._slot(row, group, position)]
                 assert read == (group, tuple(known[: position + 1])), f"read {read} at {position}"

@@ -60,9 +60,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "floor_scale": 16,
                     "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 16},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 8},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3],
+               "mamba_ngroups": 1, "n_mamba_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "falcon": {"num_kv_heads": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "kimi_linear": {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+                    "linear_head_dim": 16, "linear_num_heads": 4},
 }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ class Outcome(NamedTuple):
     """`served`, `refused` or `wrong`."""
     detail: str
     preemptions: int = 0
+    cached_tokens: int = 0
+    """Tokens of prompts that were found in the prefix cache."""
 
 
 def outcome(model_type: str, path: Path, **flags: Any) -> Outcome:
@@ -46,13 +48,13 @@ def outcome(model_type: str, path: Path, **flags: Any) -> Outcome:
 
 def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
     """Serve a checkpoint, and compare its tokens with those of the model in transformers."""
-    preemptions = 0
+    preemptions = cached = 0
     try:
         config = complete_config(load_model_config(path, EngineArgs.of(model=str(path), **flags).model_use))
         blocks = 1 + 10 * len(planned_groups(config, 4, 16))
         modes: dict[str, dict[str, Any]] = {
             "batched": {},
-            "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+            "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 8, "mamba_block_size": 32},
             "preempted": {"num_gpu_blocks_override": blocks, "max_model_len": 128, "max_num_seqs": 16},
         }
         for mode, more in modes.items():
@@ -65,7 +67,9 @@ def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
             rounds = [prompts[:4], prompts[4:]] if mode == "chunked" else [prompts]
             outputs = {}
             for each in rounds:  # the last prompt finds its prefix cached
-                outputs |= _generated(client, each, len(outputs))
+                found, hits = generated(client, each, len(outputs))
+                outputs |= found
+                cached += sum(hits.values())
             preemptions += counter.total
             for index, prompt in enumerate(prompts):
                 lines = differing_tokens(reference, prompt, outputs[index])
@@ -75,10 +79,14 @@ def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
                     )
     except ConfigError as error:
         return Outcome("refused", str(error))
-    return Outcome("served", "", preemptions)
+    return Outcome("served", "", preemptions, cached)
 
 
-def _generated(client: InprocClient, prompts: list[list[int]], first: int) -> dict[int, list[int]]:
+def generated(
+    client: InprocClient, prompts: list[list[int]], first: int = 0
+) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Return the greedy tokens of prompts, numbered from `first`, and how many tokens of each were cached."""
+    hits: dict[int, int] = {}
     sampling = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True)
     outputs: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts, first):
@@ -87,7 +95,9 @@ def _generated(client: InprocClient, prompts: list[list[int]], first: int) -> di
     while client.has_work:
         for output in client.step().outputs:
             outputs[int(output.request_id)] += output.new_token_ids
-    return outputs
+            if output.prefill_stats is not None:
+                hits[int(output.request_id)] = output.prefill_stats.num_cached_tokens
+    return outputs, hits
 
 
 def main(model_types: list[str]) -> None:

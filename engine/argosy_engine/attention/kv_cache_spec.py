@@ -23,9 +23,11 @@ class SlidingWindowSpec(Struct, frozen=True, tag="sliding_window"):
 
 
 class RecurrentStateSpec(Struct, frozen=True, tag="recurrent_state"):
-    """One state per request, kept in one block and overwritten by every step. It cannot be shared between requests."""
+    """A state that stands for all tokens of a request so far (Mamba, DeltaNet, convolutions); every step overwrites it.
+    States are in blocks of a pool of their own."""
 
     page_bytes: int
+    """Bytes of one state."""
 
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec

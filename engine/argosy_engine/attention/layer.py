@@ -1,14 +1,18 @@
 """Attention: one layer's attention, the same module in every model. It knows its constants and its KV cache; a backend
-computes."""
+computes. StateLayer: what a layer keeps that has a state per request instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
-from argosy_engine.attention.kv_cache_spec import KVCacheSpec
+from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, StateParams
 from argosy_engine.quantized_rows import Activations
 
 
@@ -51,3 +55,64 @@ class Attention:
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
         return 2, num_blocks, block_size, self.params.num_kv_heads, self.params.head_dim
+
+
+class StateRows(NamedTuple):
+    """Where the states of a step's R requests are."""
+
+    sources: torch.Tensor
+    """int64 [R]: blocks of the states before the step; of requests that begin, any."""
+    targets: torch.Tensor
+    """int64 [R]: blocks of the states after it."""
+
+
+class StateLayer:
+    """The states of one layer, each in a block of the state pool."""
+
+    def __init__(self, params: StateParams, dtype: torch.dtype) -> None:
+        self.params = params
+        self._dtype = dtype
+        self._states: list[torch.Tensor] = []
+        """Each [num_states, *shape]."""
+        self._block_size = 1
+        self.group = 0
+        """Index of its KV cache group."""
+
+    @property
+    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes, of one request, and dtypes."""
+        return [
+            (tensor.shape, torch.float32 if tensor.dtype == "float32" else self._dtype)
+            for tensor in self.params.tensors
+        ]
+
+    def kv_cache_spec(self) -> RecurrentStateSpec:
+        return self.params.kv_cache_spec(self._dtype.itemsize)
+
+    def bind(self, states: Sequence[torch.Tensor], block_size: int, group: int = 0) -> None:
+        """Let the layer keep states in these tensors, [num_states, *shape], in the blocks of this KV cache group."""
+        self._states, self._block_size, self.group = list(states), block_size, group
+
+    def rows(self, meta: AttentionMetadata) -> StateRows:
+        """Return where the states of a step's requests are, which all layers of a group share."""
+        meta = meta.of_group(self.group)
+        found: StateRows | None = meta.shared.get(StateRows)
+        if found is None:
+            lens = meta.seq_lens_cpu.astype(np.int64)
+            computed = lens - np.diff(meta.query_start_loc_cpu)
+            rows = np.arange(len(lens))
+            entries = [np.maximum(ends - 1, 0) // self._block_size for ends in (computed, lens)]
+            device = meta.block_table.device
+            index = [torch.from_numpy(each).to(device) for each in (rows, *entries)]
+            sources, targets = (meta.block_table[index[0], each].long() for each in index[1:])
+            found = meta.shared[StateRows] = StateRows(sources, targets)
+        return found
+
+    def load(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Return copies of states, each [len(blocks), *shape]."""
+        return [states.index_select(0, blocks) for states in self._states]
+
+    def store(self, blocks: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Write states, each [len(blocks), *shape]."""
+        for own, new in zip(self._states, states, strict=True):
+            own.index_copy_(0, blocks, new.to(own.dtype))

@@ -1,11 +1,20 @@
-"""AttentionParams: the constants of one layer's attention that a model's config determines. No torch."""
+"""AttentionParams: the constants of one layer's attention that a model's config determines. StateParams: the same of a
+layer that keeps a state instead of keys and values. No torch."""
 
 from __future__ import annotations
+
+from math import prod
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from argosy_engine.attention.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 
 
 class AttentionParams(Struct, frozen=True, kw_only=True):
@@ -45,3 +54,29 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
         if self.sliding_window is None:
             return FullAttentionSpec(page_bytes)
         return SlidingWindowSpec(page_bytes, self.sliding_window)
+
+
+class StateTensor(Struct, frozen=True):
+    """One tensor of a layer's state."""
+
+    shape: tuple[int, ...]
+    """Of one request."""
+    dtype: Literal["model", "float32"]
+    """`model`: the dtype that the model computes in."""
+
+    def num_bytes(self, itemsize: int) -> int:
+        return prod(self.shape) * (4 if self.dtype == "float32" else itemsize)
+
+
+class StateParams(Struct, frozen=True):
+    """What a layer keeps of all tokens of a request: the last inputs of a convolution, a recurrent state."""
+
+    tensors: tuple[StateTensor, ...]
+
+    def kv_cache_spec(self, itemsize: int) -> RecurrentStateSpec:
+        """Return what the layer keeps per request.
+
+        Args:
+            itemsize: bytes per element of the model's dtype.
+        """
+        return RecurrentStateSpec(sum(tensor.num_bytes(itemsize) for tensor in self.tensors))

@@ -102,6 +102,8 @@ class EngineCore:
             [group.spec for group in info.kv_cache_groups],
             args.max_num_batched_tokens,
             args.kv_cache_metrics_sample if args.kv_cache_metrics else 0.0,
+            info.memory.num_states,
+            args.mamba_block_size,
         )
         self.scheduler = Scheduler(
             self.kv,

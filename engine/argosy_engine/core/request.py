@@ -56,6 +56,7 @@ class Request:
         "needs_general_path",
         "num_allocated_tokens",
         "num_announced_chunks",
+        "num_branch_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -147,6 +148,8 @@ class Request:
         """Blocks reserved for its known tokens beyond those that it holds; see `KVCacheManager`."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are registered in the prefix cache."""
+        self.num_branch_tokens = 0
+        """Tokens of its prompt that the attention layers have cached, when they were last asked."""
         self.num_announced_chunks = 0
         """Number of leading chunk ends that are processed: announced where a registered block holds them."""
         self.block_size = block_size

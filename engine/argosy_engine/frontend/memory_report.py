@@ -16,7 +16,7 @@ def size(num_bytes: int) -> str:
 
 
 def budget_table(*budgets: MemoryBudget) -> str:
-    """Format the budget in five lines, numbers right-aligned.
+    """Format the budget in five lines, or six for a model with states, numbers right-aligned.
 
     Args:
         budgets: those of all data-parallel ranks, of which the smallest is shown.
@@ -29,7 +29,7 @@ def budget_table(*budgets: MemoryBudget) -> str:
     kind = "peak of the largest step" + ("" if budget.device == "cuda" else ", estimated")
     workers = f"on each of {budget.num_workers} workers, as below" if budget.num_workers > 1 else ""
     reason = share if budget.limited_by == "memory" else f"set by {budget.limited_by}"
-    rows = (
+    rows = [
         ("weights", size(budget.weights_bytes), workers),
         ("activations", size(budget.activation_bytes), kind),
         (
@@ -43,7 +43,10 @@ def budget_table(*budgets: MemoryBudget) -> str:
             f"tokens, {size(budget.block_bytes // budget.block_size)} each",
         ),
         ("concurrency", f"{budget.max_concurrency:.1f}", f"requests of {budget.max_model_len} tokens"),
-    )
+    ]
+    if budget.state_bytes:
+        kept = f"of {size(budget.state_bytes)}, one of each request that runs, the others of cached prefixes"
+        rows.insert(3, ("states", str(budget.num_states - 1), kept))
     lines = [f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows]
     return "\n".join(
         lines if len(budgets) == 1 else [f"  each of {len(budgets)} data-parallel ranks:", *lines]

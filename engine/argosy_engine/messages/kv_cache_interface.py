@@ -2,7 +2,8 @@
 
 A layer's `KVCacheSpec` describes its part of a block, a page; sizes are in bytes. Layers with equal specs form groups.
 A block of the pool has the same size whichever group uses it, and a request has one block table per group, so the i-th
-layers of all groups share one tensor. A model with one kind of layer has one group.
+layers of all groups share one tensor. A model with one kind of layer has one group. Layers that keep a state per
+request are one group, the last, with a pool of its own.
 """
 
 from __future__ import annotations
@@ -32,17 +33,25 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 
     If all pages have one size, all groups have as many layers as the rarest spec, except for remainders. A page that
     is half as large counts half. Full attention comes first, because its prefix hits bound those of the other groups.
+    States come last, in one group, whose spec is that of the largest.
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
+    states: dict[int, RecurrentStateSpec] = {}
     for layer, spec in enumerate(specs):
-        kinds.setdefault(spec, []).append(layer)
-    group_bytes = min(len(layers) * spec.page_bytes for spec, layers in kinds.items())
+        if isinstance(spec, RecurrentStateSpec):
+            states[layer] = spec
+        else:
+            kinds.setdefault(spec, []).append(layer)
+    group_bytes = min((len(layers) * spec.page_bytes for spec, layers in kinds.items()), default=0)
     groups = []
     for spec, layers in sorted(kinds.items(), key=lambda item: not isinstance(item[0], FullAttentionSpec)):
         size = max(group_bytes // spec.page_bytes, 1)
         groups += [
             KVCacheGroup(spec, tuple(layers[start : start + size])) for start in range(0, len(layers), size)
         ]
+    if states:
+        largest = max(states.values(), key=lambda spec: spec.page_bytes)
+        groups.append(KVCacheGroup(largest, tuple(states)))
     return tuple(groups)
 
 
@@ -63,7 +72,7 @@ def check_pages(groups: Sequence[KVCacheGroup]) -> None:
     Raises:
         ConfigError: layers differ in the bytes that they keep per block.
     """
-    sizes = sorted({group.spec.page_bytes for group in groups})
+    sizes = sorted({group.spec.page_bytes for group in attention_groups(groups)})
     if len(sizes) > 1:
         raise ConfigError(
             f"layers that differ in KV heads or head size are not supported: they keep {', '.join(map(str, sizes))} "
@@ -72,14 +81,29 @@ def check_pages(groups: Sequence[KVCacheGroup]) -> None:
 
 
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:
-    """Return the bytes of a block of the pool, which is large enough for any group."""
-    return max(group.spec.page_bytes * len(group.layers) for group in groups)
+    """Return the bytes of a block of the pool, which is large enough for any group but states; 0 if there is none."""
+    return max((group.spec.page_bytes * len(group.layers) for group in attention_groups(groups)), default=0)
+
+
+def state_bytes(groups: Sequence[KVCacheGroup]) -> int:
+    """Return the bytes of the states of one request in all layers; 0 if no layer keeps any."""
+    return sum(
+        group.spec.page_bytes * len(group.layers)
+        for group in groups
+        if isinstance(group.spec, RecurrentStateSpec)
+    )
+
+
+def attention_groups(groups: Sequence[KVCacheGroup]) -> list[KVCacheGroup]:
+    """Return the groups that keep keys and values."""
+    return [group for group in groups if not isinstance(group.spec, RecurrentStateSpec)]
 
 
 def peak_blocks(spec: KVCacheSpec, num_tokens: int, block_size: int, max_num_batched_tokens: int) -> int:
-    """Return the most blocks that a request holds at once in a group while it grows to `num_tokens`."""
+    """Return the most blocks of keys and values that a request holds at once in a group while it grows to
+    `num_tokens`."""
     if isinstance(spec, RecurrentStateSpec):
-        return 1
+        return 0
     if isinstance(spec, SlidingWindowSpec):
         # The window before a step's first token plus the step's tokens, not aligned to block boundaries.
         held = -(-(spec.window - 1 + max_num_batched_tokens) // block_size) + 1

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
@@ -78,6 +78,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             )
             for window in self.sliding_windows
         )
+
+    @property
+    def state_layers(self) -> tuple[StateParams, ...]:
+        """What each layer keeps that has a state per request instead of keys and values, or beside them."""
+        return ()
 
     @property
     def num_routed_experts(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, StateParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
 from argosy_engine.model_configs.wrapper_config import WRAPPER, is_wrapper
@@ -44,12 +44,17 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
 
     unserved_parts: tuple[str, ...] = ()
     """Modules of a wrapper that are not built."""
+    is_followed: bool = False
+    """Whether what it computes was found."""
+    state_layers: tuple[StateParams, ...] = ()
+    state_calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Of each layer with a state the module's name, and the names of what it keeps."""
     numbers_tokens: bool = False
     """Whether the model numbers the tokens of a step by itself, besides the positions that it is given."""
 
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:
-        assert self.attention, "the model was not followed"
+        assert self.is_followed, "the model was not followed"
         positions = self.max_position_embeddings
         return tuple(_within(layer, positions) for layer in self.attention)
 
@@ -78,12 +83,7 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{architecture} has no text part that generates by itself; serve another model, {OTHER_ENGINES}"
             )
-        heads = _number(config, "num_attention_heads")
-        if not heads:
-            raise ConfigError(
-                f"{architecture} has no attention heads, and states that it keeps instead are not supported; serve "
-                f"another model, {OTHER_ENGINES}"
-            )
+        heads = _number(config, "num_attention_heads") or 1  # none, where all layers keep states
         hidden = config.hidden_size
         return {
             "vocab_size": config.vocab_size,

@@ -12,7 +12,6 @@ Nothing that comes with a checkpoint is executed. Design: vLLM's `model_executor
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
-from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.layer import Attention, StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
@@ -45,6 +44,13 @@ from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.layers.linear_kernels import linear_kernel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import without_parts
+from argosy_engine.models.transformers_states import (
+    FollowedStates,
+    StateCall,
+    StepStates,
+    cache_parameter,
+    use_state_kernels,
+)
 from argosy_engine.models.transformers_wrapper import (
     forbid_other_parts,
     take_away,
@@ -64,13 +70,10 @@ _IGNORED = frozenset(
     {
         "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
         "return_dict", "output_router_logits", "logits_to_keep", "position_embeddings", "past_key_values",
-        "cache_params", "shared_kv_states", "layer_idx", "training", "num_items_in_batch",
+        "cache_params", "cache", "shared_kv_states", "layer_idx", "training", "num_items_in_batch",
     }
 )  # fmt: skip
 """Arguments of attention functions that do not change what they compute."""
-_CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "cache"})
-"""Parameters by which transformers' modules take a cache."""
-
 _running = threading.local()
 """What computes attention in this thread: a `_Follower` or a `_Step`."""
 
@@ -247,19 +250,19 @@ def follow(config: TransformersConfig) -> TransformersConfig:
     Raises:
         ConfigError: the model computes something that this engine does not.
     """
-    if config.attention:
+    if config.is_followed:
         return config
     _model_class(config, _hf_config(config, _FOLLOWED))
+    states: FollowedStates | None = None
     try:
         whole = model = _empty_model(config)
         unserved_parts: tuple[str, ...] = ()
         if config.wrapper is not None:
             unserved_parts, model = forbid_other_parts(whole), text_model(whole)
-        follower = _Follower(model)
-        ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
-        positions = torch.arange(_FOLLOWED_TOKENS).unsqueeze(0)
-        with torch.inference_mode(), _attending(follower), _NoProducts() as products:
-            _body(model)(input_ids=ids, position_ids=positions, use_cache=False)
+        follower, products = _followed(model)
+        if _module_with_state(model, follower.callers) is not None:
+            states = FollowedStates(model)
+            follower, products = _followed(model, states)
     except ConfigError as error:
         raise ConfigError(_refusal(config, str(error))) from None
     except Exception as error:  # whatever transformers' modules raise
@@ -267,7 +270,8 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         raise ConfigError(_refusal(config, reason)) from error
     if config.wrapper is not None:
         take_away(whole)
-    if (keeps := _module_with_state(model, follower.callers)) is not None:
+    keeps = None if states is None else _other_attention(model, states, follower.callers)
+    if keeps is not None:
         reason = (
             f"{keeps} keeps a state of its own, or computes attention not by transformers' AttentionInterface"
         )
@@ -276,13 +280,37 @@ def follow(config: TransformersConfig) -> TransformersConfig:
     if numbers_tokens and (products.numbered != {(_FOLLOWED_TOKENS,)} or follower.skips_experts):
         raise ConfigError(_refusal(config, "it numbers the tokens of a step, and other things, by itself"))
     layers = [layer.params for layer in follower.layers]
+    kept = [] if states is None else list(states.kept_layers())
     return msgspec.structs.replace(
         config,
         attention=tuple(_of_one_page_size(layers)),
         numbers_tokens=numbers_tokens,
         unserved_parts=unserved_parts,
+        is_followed=True,
+        state_layers=tuple(params for _, _, params in kept),
+        state_calls=tuple((name, names) for name, names, _ in kept),
         calls=tuple((each.module, each.query_dim, each.value_dim, each.sinks) for each in follower.layers),
     )
+
+
+def _followed(model: PreTrainedModel, states: FollowedStates | None = None) -> tuple[_Follower, _NoProducts]:
+    """Run a model's body over a few tokens; return what has noted what it does."""
+    follower = _Follower(model)
+    ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
+    positions = torch.arange(_FOLLOWED_TOKENS).unsqueeze(0)
+    body = _body(model)
+    with torch.inference_mode(), _attending(follower), _NoProducts() as products:
+        body(input_ids=ids, position_ids=positions, use_cache=False, **_cache_argument(body, states))
+    return follower, products
+
+
+def _cache_argument(body: nn.Module, states: FollowedStates | StepStates | None) -> dict[str, Any]:
+    """Return the argument that gives a model's body a cache, if it keeps states."""
+    if states is None:
+        return {}
+    if (name := cache_parameter(body)) is None:
+        raise ConfigError(f"{type(body).__name__} takes no cache")
+    return {name: states}
 
 
 def _refusal(config: TransformersConfig, reason: str) -> str:
@@ -313,11 +341,7 @@ def _module_with_state(model: nn.Module, callers: set[nn.Module]) -> str | None:
     """Return the class of a module that takes a cache, and has called no attention; None if there is none."""
     if not callers:
         return type(model).__name__
-    taking = [
-        module
-        for module in model.modules()
-        if _CACHES & inspect.signature(type(module).forward).parameters.keys()
-    ]
+    taking = [module for module in model.modules() if cache_parameter(module) is not None]
     for module in taking:
         inner = set(module.modules()) - {module}
         if not inner & set(taking) and not ({module} | inner) & callers:
@@ -325,9 +349,22 @@ def _module_with_state(model: nn.Module, callers: set[nn.Module]) -> str | None:
     return None
 
 
+def _other_attention(model: nn.Module, states: FollowedStates, callers: set[nn.Module]) -> str | None:
+    """Return the class of a module that keeps keys and values, or a state in a way that we do not follow; None if there
+    is none."""
+    for module in states.caching:
+        if not set(module.modules()) & callers:
+            return type(module).__name__
+    if not callers and not states.kept:
+        return type(model).__name__
+    return None
+
+
 def _of_one_page_size(layers: Sequence[AttentionParams]) -> list[AttentionParams]:
     """Return the layers with heads that are padded so that all keep as many bytes per token, because a block of the KV
     cache belongs to any of them."""
+    if not layers:
+        return []
     step = lcm(*(layer.num_kv_heads for layer in layers))
     widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
     if len({layer.num_kv_heads * layer.head_dim for layer in layers}) > 1:
@@ -369,6 +406,12 @@ def _body(model: PreTrainedModel) -> nn.Module:
     return body
 
 
+def _running_states() -> StepStates | None:
+    """Return the states of the step that runs in this thread, if one does."""
+    step = getattr(_running, "attends", None)
+    return step.states if isinstance(step, _Step) else None
+
+
 @contextmanager
 def _attending(attends: _Attends) -> Iterator[None]:
     before = getattr(_running, "attends", None)
@@ -399,6 +442,8 @@ class _Step:
     def __init__(self, calls: Sequence[_Call], meta: AttentionMetadata) -> None:
         self._calls = iter(calls)
         self._meta = meta
+        self.states: StepStates | None = None
+        """Of the requests, if the model keeps any."""
         self.is_attending = False
         """Whether our own code runs, rather than the model's."""
 
@@ -450,6 +495,8 @@ class KernelLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
         self._kernel = linear_kernel(linear.weight.detach(), bias)
+        self.weight = linear.weight.new_full((), torch.nan).expand(linear.weight.shape)
+        """For models that ask for its dtype. The numbers are elsewhere."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[-1] == self.in_features  # the kernels do not check it
@@ -489,6 +536,11 @@ class TransformersModel:
             if sinks is not None:
                 weights = weights._replace(sinks=parameters[sinks].detach().float())
             self._calls.append(_Call(modules[name], Attention(params, backend, weights), value_dim))
+        self.state_layers = [StateLayer(params, model.dtype) for params in config.state_layers]
+        self._state_calls = [
+            StateCall(modules[name], layer, kept, _running_states)
+            for (name, kept), layer in zip(config.state_calls, self.state_layers, strict=True)
+        ]
         self._called: set[nn.Module] = set()
         """Linear layers that were called, until `use_kernels`."""
         self._hooks = [
@@ -508,12 +560,15 @@ class TransformersModel:
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size], after the final norm."""
         step = _Step(self._calls, inputs.meta)
+        if self.state_layers:
+            step.states = StepStates(inputs.meta)
         own = _OwnPositions(inputs.positions, step) if self._numbers_tokens else contextlib.nullcontext()
         with _attending(step), own:
             output = self._body(
                 input_ids=inputs.token_ids.unsqueeze(0),
                 position_ids=inputs.positions.unsqueeze(0),
                 use_cache=False,
+                **_cache_argument(self._body, step.states),
             )
         self._output = type(output)
         hidden: torch.Tensor = output[0]
@@ -545,12 +600,20 @@ class TransformersModel:
         logits: torch.Tensor = output.logits
         return logits.squeeze(0)
 
+    def continue_singly(self) -> bool:
+        """Let layers with states compute tokens that follow a state one by one; return whether any did otherwise."""
+        changed = [call for call in self._state_calls if not call.continues_singly]
+        for call in changed:
+            call.continues_singly = True
+        return bool(changed)
+
     def use_kernels(self) -> None:
         """Let our kernels compute the linear layers that have been called, on a CPU. Of others the model may read the
         weight itself."""
         for hook in self._hooks:
             hook.remove()
         if self.model.device.type == "cpu":
+            use_state_kernels(self.model, _running_states)
             for module in list(self.model.modules()):
                 for name, child in module.named_children():
                     if child not in self._called or not isinstance(child, nn.Linear):

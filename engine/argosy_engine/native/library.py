@@ -93,6 +93,17 @@ class SamplingRowsStruct(Structure):
     )
 
 
+class DeltaShapeStruct(Structure):
+    """`DeltaShape` of delta.h."""
+
+    _fields_ = tuple(
+        (name, c_int32) for name in ("requests", "tokens", "key_heads", "value_heads", "key_dim", "value_dim")
+    )
+
+
+MAX_DELTA_KEYS = 512
+"""`kDeltaMaxKeys` of delta.h."""
+
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (c_int,),
     "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
@@ -102,6 +113,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (c_int, POINTER(AttentionLayerStruct), POINTER(StepStruct), c_void_p, c_int64, c_void_p),
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
     "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
+    "gated_delta_rule": (POINTER(DeltaShapeStruct), *(c_void_p,) * 7),
     "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
     "decoder": (
@@ -208,6 +220,29 @@ class Kernels:
         """Return the index of each row's highest value, int64 [T] for x [T, width]; ties go to the lowest index."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.argosy_argmax(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def gated_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the gated delta rule, float32 [N, T, value_heads, value_dim] (arXiv 2412.06464).
+
+        Args:
+            q: float32 [N, T, key_heads, key_dim], scaled; of k the same shape. key_dim is at most MAX_DELTA_KEYS.
+            v: float32 [N, T, value_heads, value_dim]; value_dim is a multiple of `lanes`.
+            g: float32 [N, T, value_heads], logarithm of the decay; of beta the same shape.
+            state: float32 [N, value_heads, key_dim, value_dim], which is changed.
+        """
+        shape = DeltaShapeStruct(*q.shape[:3], *v.shape[2:3], q.shape[3], v.shape[3])
+        out = torch.empty_like(v)
+        arrays = (q, k, v, g, beta, state, out)
+        self._library.argosy_gated_delta_rule(shape, *(each.data_ptr() for each in arrays))
         return out
 
     def sample(

@@ -18,11 +18,13 @@ from argosy_engine.device_defaults import memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.messages.kv_cache_interface import (
     KVCacheGroup,
+    attention_groups,
     block_bytes,
     check_pages,
     group_layers,
     groups_of_layers,
     peak_blocks,
+    state_bytes,
 )
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
@@ -36,6 +38,8 @@ from argosy_engine.sizing.rank_resources import worker_memory
 CUDA_CONTEXT_BYTES = 600 << 20
 """Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""
 
+MIN_STATES = 3
+"""The null block, and what one request reads and writes in a step."""
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -53,7 +57,14 @@ def planned_groups(
         itemsize: bytes per element of a key or value.
     """
     layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
-    groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
+    groups = group_layers(
+        [
+            *(layer.kv_cache_spec(block_size, itemsize) for layer in layers),
+            *(layer.kv_cache_spec(itemsize) for layer in config.state_layers),
+        ]
+    )
+    if pipeline_parallel_size == 1:
+        return groups
     return groups_of_layers(groups, largest_stage(len(layers), pipeline_parallel_size))
 
 
@@ -200,7 +211,18 @@ def plan_memory(
     limited_by = "memory"
     if args.kv_cache_memory_bytes is not None:
         budget, limited_by = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-    num_blocks = max(budget, 0) // bytes_per_block
+    bytes_per_state, num_states = state_bytes(groups), 0
+    if bytes_per_state:
+        num_states = _num_states(groups, args, budget, wanted_len)
+        if num_states < MIN_STATES:
+            need = MIN_STATES * bytes_per_state / _MIB
+            raise DoesNotFit(
+                f"a request's states need {bytes_per_state / _MIB:.1f} MiB, with room to replace them {need:.1f} MiB, "
+                f"there are {max(budget, 0) / _MIB:.1f} MiB; give it more memory, a larger --gpu-memory-utilization, "
+                "or a smaller model"
+            )
+        budget -= num_states * bytes_per_state
+    num_blocks = max(budget, 0) // bytes_per_block if bytes_per_block else 1
     if args.num_gpu_blocks_override is not None:
         num_blocks, limited_by = args.num_gpu_blocks_override, "--num-gpu-blocks-override"
     else:
@@ -241,7 +263,27 @@ def plan_memory(
         request_blocks=request_blocks(groups, max_model_len, args),
         max_model_len=max_model_len,
         limited_by=limited_by,  # type: ignore[arg-type]
+        state_bytes=bytes_per_state,
+        num_states=num_states,
     )
+
+
+def _num_states(groups: Sequence[KVCacheGroup], args: EngineArgs, budget: int, wanted_len: int) -> int:
+    """Return how many blocks with states to have, including the null block.
+
+    Memory is divided as tokens divide it that have a state for each `mamba_block_size` of them; but every request that
+    may run has one, within half of the memory, and one to continue it into if prefixes are cached.
+    """
+    per_request = 2 if args.enable_prefix_caching else 1
+    running = args.max_num_seqs * per_request + 1
+    size = state_bytes(groups)
+    half = budget // (2 if block_bytes(groups) else 1) // size
+    if not args.enable_prefix_caching:
+        return min(running, half)
+    per_token = block_bytes(groups) * len(attention_groups(groups)) / args.block_size
+    shared = int(budget / (size + args.mamba_block_size * per_token))
+    most = args.max_num_seqs * (per_request + 1 + wanted_len // args.mamba_block_size) + 1
+    return min(max(shared, min(running, half)), most)
 
 
 def check_model(args: EngineArgs) -> None:
@@ -288,6 +330,8 @@ def _longest_that_fits(
 
     One block is left out: the null block.
     """
+    if not attention_groups(groups):
+        return -(-wanted_len // args.block_size) * args.block_size
     at_most = max(-(-wanted_len // args.block_size), num_blocks)
     return args.block_size * bisect_right(
         range(1, at_most + 1),

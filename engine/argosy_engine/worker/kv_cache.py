@@ -6,15 +6,28 @@ from collections.abc import Sequence
 
 import torch
 
+from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup, group_layers, groups_of_layers
+from argosy_engine.messages.kv_cache_interface import (
+    KVCacheGroup,
+    attention_groups,
+    group_layers,
+    groups_of_layers,
+)
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.allocation import allocate
 
 
 def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
     """Group the model's layers by what each says that it keeps."""
-    return group_layers([layer.kv_cache_spec(block_size) for layer in model.attention_layers])
+    attention = [layer.kv_cache_spec(block_size) for layer in model.attention_layers]
+    return group_layers([*attention, *(layer.kv_cache_spec() for layer in state_layers(model))])
+
+
+def state_layers(model: CausalLM) -> Sequence[StateLayer]:
+    """Return the layers that keep a state per request; most models have none."""
+    layers: Sequence[StateLayer] = getattr(model, "state_layers", ())
+    return layers
 
 
 def stage_groups(
@@ -27,27 +40,41 @@ def stage_groups(
         layers: of all stages, on one tensor-parallel rank.
         own: indices of this stage's layers.
     """
+    if state_layers(model):  # one stage
+        return layer_groups(model, block_size)
     itemsize = model.attention_layers[0].kv_cache_dtype.itemsize
     groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
     return groups_of_layers(groups, own)
 
 
 def bind_kv_cache(
-    model: CausalLM, groups: Sequence[KVCacheGroup], num_blocks: int, block_size: int, device: torch.device
+    model: CausalLM,
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    num_states: int = 0,
 ) -> None:
     """Allocate the pool and give each layer its view of it, [2, num_blocks, block_size, num_kv_heads, head_dim].
 
     The i-th layers of all groups view the same bytes, because a block belongs to one group at a time. On a CPU the
-    memory is not committed until it is used.
+    memory is not committed until it is used. Layers with states get tensors of their own, for `num_states` blocks.
     """
-    (page_bytes,) = {group.spec.page_bytes for group in groups}
-    shape = max(len(group.layers) for group in groups), num_blocks * page_bytes
-    if device.type == "cpu":
-        storage = allocate(shape, torch.uint8)
-    else:
-        storage = torch.zeros(shape, dtype=torch.uint8, device=device)
+    for state in state_layers(model):
+        shapes = [((num_states, *shape), dtype) for shape, dtype in state.tensors]
+        state.bind([_zeros(*each, device) for each in shapes], block_size, len(groups) - 1)
+    attention = attention_groups(groups)
+    if not attention:
+        return
+    (page_bytes,) = {group.spec.page_bytes for group in attention}
+    shape = max(len(group.layers) for group in attention), num_blocks * page_bytes
+    storage = _zeros(shape, torch.uint8, device)
     layers = model.attention_layers
-    for index, group in enumerate(groups):
+    for index, group in enumerate(attention):
         for pages, layer in zip(storage, (layers[each] for each in group.layers), strict=False):
             view = pages.view(layer.kv_cache_dtype).view(layer.kv_cache_shape(num_blocks, block_size))
             layer.bind(view, index)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return allocate(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

@@ -48,6 +48,7 @@ class ModelRunner:
             agreed on (of a start) must be the same on all of them.
         can_lose_steps: whether a step for which there is no memory is answered as lost, rather than raised: only if no
             other worker computes it as well, because that one would wait for this one.
+        num_states: blocks with states, if the model has any.
         requires_graphs: whether CUDA graphs that cannot be captured are an error; see `DecodeGraphs`.
     """
 
@@ -69,6 +70,7 @@ class ModelRunner:
         exchange: TokenExchange | None = None,
         can_lose_steps: bool = True,
         requires_graphs: bool = False,
+        num_states: int = 0,
     ) -> None:
         self.model = model
         self._requires_graphs = requires_graphs
@@ -82,7 +84,7 @@ class ModelRunner:
         self.device = device
         self.block_size = block_size
         self.groups = tuple(groups or layer_groups(model, block_size))
-        bind_kv_cache(model, self.groups, num_blocks, block_size, device)
+        bind_kv_cache(model, self.groups, num_blocks, block_size, device, num_states)
         if runtime is None and device.type == "cuda":
             runtime = CudaRuntime(device)
         self.batch = InputBatch(

@@ -248,16 +248,17 @@ class Worker:
                 activation_bytes=activation_bytes,
             )
             # The same on every worker, because a block id is used on all, and the largest step depends on the length.
-            num_blocks, max_model_len = self._parallel.least(budget.num_blocks, budget.max_model_len)
+            num_blocks, max_model_len, num_states = self._parallel.least(
+                budget.num_blocks, budget.max_model_len, budget.num_states
+            )
             self._budget = msgspec.structs.replace(
                 budget,
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
+                num_states=num_states,
                 request_blocks=request_blocks(groups, max_model_len, args),
             )
-            self._runner = self._make_runner(
-                loaded.model, self._budget.num_blocks, self._budget.max_model_len
-            )
+            self._runner = self._make_runner(loaded.model, num_blocks, max_model_len, num_states)
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
                 warm_up(
@@ -335,7 +336,8 @@ class Worker:
             raise ConfigError(
                 f"the checkpoint in {self._path} has changed since this engine started; restart it"
             )
-        return self._make_runner(model, self._budget.num_blocks, self._budget.max_model_len)
+        budget = self._budget
+        return self._make_runner(model, budget.num_blocks, budget.max_model_len, budget.num_states)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -410,9 +412,13 @@ class Worker:
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
+        if self._config.state_layers:
+            return []  # which requests are computed together depends on where each begins
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
-    def _make_runner(self, model: CausalLM, num_blocks: int, max_model_len: int) -> ModelRunner:
+    def _make_runner(
+        self, model: CausalLM, num_blocks: int, max_model_len: int, num_states: int = 2
+    ) -> ModelRunner:
         group = self._parallel.pipeline
         pipeline = None
         if group.size > 1:
@@ -439,6 +445,7 @@ class Worker:
             exchange=self._exchange,
             can_lose_steps=self._parallel.world.size == 1,
             # Padding is exchanged with these ranks, but not between stages.
+            num_states=num_states,
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
         )
 

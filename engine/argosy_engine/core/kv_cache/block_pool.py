@@ -209,6 +209,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def touch(self, block_id: int, block_hash: bytes) -> None:
+        """Make a free block the last to be evicted, if it still caches this."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0 and block.block_hash == block_hash:
+            self._free.remove(block)
+            self._free.append(block)
+
     def reset_prefix_cache(self) -> bool:
         """Evict every cached prefix. Returns False, and changes nothing, while a request holds blocks."""
         if self._free.num_blocks != len(self.blocks) - 1:

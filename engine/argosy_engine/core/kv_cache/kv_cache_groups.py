@@ -8,7 +8,6 @@ Design: vLLM, `v1/core/single_type_kv_cache_manager.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from argosy_engine.core.kv_cache.block_pool import BlockPool
@@ -27,9 +26,6 @@ class FullAttentionGroup:
         block_size: tokens per block.
         max_num_batched_tokens: token budget of a step.
     """
-
-    is_shareable: ClassVar[bool] = True
-    """Whether other requests may share full blocks."""
 
     def __init__(
         self, spec: KVCacheSpec, key_suffix: bytes, block_size: int, max_num_batched_tokens: int
@@ -96,32 +92,19 @@ class SlidingWindowGroup(FullAttentionGroup):
         return range(self.num_skipped(num_blocks * self.block_size), num_blocks)
 
 
-class RecurrentStateGroup(FullAttentionGroup):
-    """Group of recurrent layers: one block per request, which holds its state.
-
-    The state depends on all earlier tokens and is overwritten by each step, so it cannot be shared.
-    """
-
-    is_shareable = False
-
-    def num_blocks(self, num_tokens: int) -> int:
-        return 1
-
-    def find_hit(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> list[int]:
-        return []
-
-
 def make_groups(
     specs: Sequence[KVCacheSpec], block_size: int, max_num_batched_tokens: int
 ) -> list[FullAttentionGroup]:
+    """Make the groups of layers that keep keys and values."""
     groups = []
     for index, spec in enumerate(specs):
-        if isinstance(spec, SlidingWindowSpec):
-            kind: type[FullAttentionGroup] = SlidingWindowGroup
-        elif isinstance(spec, RecurrentStateSpec):
-            kind = RecurrentStateGroup
-        else:
-            kind = FullAttentionGroup
-        suffix = index.to_bytes(2, "big") if index else b""
-        groups.append(kind(spec, suffix, block_size, max_num_batched_tokens))
+        if isinstance(spec, RecurrentStateSpec):
+            continue
+        kind = SlidingWindowGroup if isinstance(spec, SlidingWindowSpec) else FullAttentionGroup
+        groups.append(kind(spec, group_suffix(index), block_size, max_num_batched_tokens))
     return groups
+
+
+def group_suffix(index: int) -> bytes:
+    """Return what distinguishes the blocks of a group in the prefix cache."""
+    return index.to_bytes(2, "big") if index else b""

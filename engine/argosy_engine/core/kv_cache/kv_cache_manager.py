@@ -5,19 +5,26 @@ requests and blocks, not steps or budgets. Invariant: a running request holds, p
 computed and scheduled tokens fill and its next tokens read. Blocks that its known tokens will still need are reserved
 for it: they are free, but no other request is admitted to them.
 
-A block is registered in the prefix cache as soon as the step that fills it is scheduled. Steps run in order, and within
-a step a layer writes all keys and values before it reads any, so even a request admitted to the same step may share it.
+A block of keys and values is registered in the prefix cache as soon as the step that fills it is scheduled. Steps run
+in order, and within a step a layer writes all keys and values before it reads any, so even a request admitted to the
+same step may share it. States are registered one step later (`StateBlocks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
 from argosy_engine.core.kv_cache.block_lives import BlockLives
 from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK, FullAttentionGroup, make_groups
+from argosy_engine.core.kv_cache.kv_cache_groups import (
+    NULL_BLOCK,
+    FullAttentionGroup,
+    group_suffix,
+    make_groups,
+)
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
+from argosy_engine.core.kv_cache.state_blocks import StateBlocks
 from argosy_engine.core.kv_cache.waiting_tokens import WaitingTokens
 from argosy_engine.core.request import Request
 from argosy_engine.messages.scheduler_output import BlockIds
@@ -34,6 +41,8 @@ class KVCacheManager:
         specs: one per KV cache group (`messages.kv_cache_interface`).
         max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
         lives_sample: share of the blocks whose times in the cache are recorded, 0..1.
+        num_states: blocks of the pool of states, including its null block; read if a group keeps states.
+        state_interval: tokens between checkpoints of states, rounded up to blocks.
     """
 
     def __init__(
@@ -45,27 +54,45 @@ class KVCacheManager:
         specs: Sequence[KVCacheSpec] = (FullAttentionSpec(0),),
         max_num_batched_tokens: int = 1 << 20,
         lives_sample: float = 0.0,
+        num_states: int = 0,
+        state_interval: int = 1024,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = make_groups(specs, block_size, max_num_batched_tokens)
+        """Those of keys and values; of a request's block lists, that of the states follows theirs."""
+        self._state_suffix = None
+        if isinstance(specs[-1], RecurrentStateSpec):
+            self._state_suffix = group_suffix(len(specs) - 1)
+        self._state_interval = -(-state_interval // block_size) * block_size
         self._counted_group = _counted_group(self.groups)
         self.announcer = PrefixAnnouncer()
         self.lives = BlockLives(lives_sample) if lives_sample else None
-        self._new_pool(num_blocks)
+        self._new_pools(num_blocks, num_states)
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.num_reserved_blocks = 0
         """Reserved blocks: the sum of `num_reserved_blocks` over all requests."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def _new_pool(self, num_blocks: int) -> None:
+    def _new_pools(self, num_blocks: int, num_states: int) -> None:
         self.waiting = waiting = WaitingTokens(self.block_size, lambda key: self.pool.is_cached(key))
         self.pool = BlockPool(num_blocks, self.announcer.evict, waiting.cached, waiting.evicted, self.lives)
+        self.states: StateBlocks | None = None
+        if self._state_suffix is not None:
+            self.states = StateBlocks(
+                num_states,
+                self.block_size,
+                self._state_interval,
+                key_suffix=self._state_suffix,
+                enable_prefix_caching=self.enable_prefix_caching,
+                on_evict=lambda block_id: self.announcer.evict(num_blocks + block_id),
+            )
 
     @property
     def usage(self) -> float:
-        return self.pool.usage
+        """Share of the blocks that requests hold, 0..1, of keys and values or of states, whichever is greater."""
+        return self.pool.usage if self.states is None else max(self.pool.usage, self.states.pool.usage)
 
     @property
     def num_blocks(self) -> int:
@@ -80,7 +107,8 @@ class KVCacheManager:
         """
         hashes = self._shareable(request)
         if not hashes:
-            return [[] for _ in self.groups]
+            return [[] for _ in range(len(self.groups) + (self.states is not None))]
+        request.num_branch_tokens = 0
         while True:
             # A group may shorten the hit of earlier groups; the hits agree once a round shortens nothing.
             longest, hits = len(hashes), []
@@ -88,8 +116,19 @@ class KVCacheManager:
                 hit = group.find_hit(self.pool, hashes)
                 hits.append(hit)
                 hashes = hashes[: len(hit)]
+            if self.states is not None:
+                if self.groups:
+                    known = len(hashes) * self.block_size
+                    request.num_branch_tokens = max(request.num_branch_tokens, known)
+                hit = self.states.find_hit(hashes)
+                hits.append(hit)
+                hashes = hashes[: len(hit)]
             if len(hashes) == longest or len(hits) == 1:
                 return hits
+
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Return where a step should end that may compute a request's tokens from `start` to `end`."""
+        return end if self.states is None else self.states.chunk_end(request, start, end)
 
     def _shareable(self, request: Request) -> list[bytes]:
         """Return the hashes of the leading blocks that the request could take from the prefix cache."""
@@ -129,7 +168,9 @@ class KVCacheManager:
         if apply_watermark:
             num_available -= self.num_watermark_blocks
         num_wanted = 0
-        for group, cached in zip(self.groups, cached_block_ids, strict=True):
+        if self.states is not None and not self.states.can_admit(cached_block_ids[-1]):
+            return False
+        for group, cached in zip(self.groups, cached_block_ids, strict=False):
             held = [block_id for block_id in cached if block_id != NULL_BLOCK]
             num_available -= self.pool.num_free_among(held)
             num_wanted += max(group.peak_blocks(request.num_tokens) - len(held), 0)
@@ -137,14 +178,16 @@ class KVCacheManager:
             return False
         num_cached = len(cached_block_ids[0])
         num_tokens = num_cached * self.block_size + num_new_tokens
-        for (
-            cached
-        ) in cached_block_ids:  # all of them first: `allocate` could evict a block that is not shared yet
+        # All of them first: `allocate` could evict a block that is not shared yet.
+        for _, cached in zip(self.groups, cached_block_ids, strict=False):
             self.pool.share([block_id for block_id in cached if block_id != NULL_BLOCK])
         request.block_ids = [
             cached + self.pool.allocate(group.num_blocks(num_tokens) - len(cached))
-            for group, cached in zip(self.groups, cached_block_ids, strict=True)
+            for group, cached in zip(self.groups, cached_block_ids, strict=False)
         ]
+        if self.states is not None:
+            self.states.share(cached_block_ids[-1])
+            request.block_ids.append(self.states.admit(request, cached_block_ids[-1], num_tokens))
         request.num_allocated_tokens = self._round_up(num_tokens)
         request.num_cached_blocks = num_cached
         self._reserve(request)
@@ -174,8 +217,11 @@ class KVCacheManager:
         if sum(num_needed) > self.pool.num_free_blocks:
             return None
         new_ids = [self.pool.allocate(count) for count in num_needed]
-        for block_ids, added in zip(request.block_ids, new_ids, strict=True):
+        for block_ids, added in zip(request.block_ids, new_ids, strict=False):
             block_ids += added
+        if self.states is not None:
+            new_ids.append(self.states.grow(request, request.block_ids[-1], num_tokens))
+            self._announce_chunks(request)
         request.num_allocated_tokens = self._round_up(num_tokens)
         if request.num_reserved_blocks:
             self._reserve(request)
@@ -191,10 +237,16 @@ class KVCacheManager:
         """
         self._register(request, num_computed_tokens)
         num_valid = num_computed_tokens // self.block_size
-        for block_ids in request.block_ids:
+        for _, block_ids in zip(self.groups, request.block_ids, strict=False):
             if num_valid < request.num_cached_blocks:
                 self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
             self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
+        if self.states is not None and request.block_ids:
+            self.states.register(request, request.block_ids[-1], num_computed_tokens)
+            if self.states.has_lost_checkpoint(request):
+                request.num_announced_chunks = 0  # the chunks before it may need a later one
+            self._announce_chunks(request)
+            self.states.free(request, request.block_ids[-1])
         self.num_reserved_blocks -= request.num_reserved_blocks
         self.forget(request)
 
@@ -205,14 +257,19 @@ class KVCacheManager:
         request.num_reserved_blocks = 0
         request.num_cached_blocks = 0
         request.num_announced_chunks = 0
+        if self.states is not None:
+            self.states.forget(request)
 
     def rebuild(self) -> None:
-        """Replace the pool by an empty one. The caller must `forget` the blocks of every request."""
-        self._new_pool(len(self.pool.blocks))
+        """Replace the pools by empty ones. The caller must `forget` the blocks of every request."""
+        self._new_pools(len(self.pool.blocks), 0 if self.states is None else len(self.states.pool.blocks))
         self.num_reserved_blocks = 0
         self.announcer.clear()
 
     def reset_prefix_cache(self) -> bool:
+        # A request that holds blocks of keys and values holds a state.
+        if self.states is not None and not self.states.pool.reset_prefix_cache():
+            return False
         if not self.pool.reset_prefix_cache():
             return False
         self.announcer.clear()
@@ -223,20 +280,21 @@ class KVCacheManager:
         self.pool.check()
         requests = list(requests)
         assert self.num_reserved_blocks == sum(request.num_reserved_blocks for request in requests)
-        held = sum(
-            block_id != NULL_BLOCK
-            for request in requests
-            for block_ids in request.block_ids
-            for block_id in block_ids
-        )
-        referenced = sum(block.ref_count for block in self.pool.blocks[1:])
-        assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
+        tables = [request.block_ids for request in requests if request.block_ids]
+        pools = [(self.pool, [each for lists in tables for each in lists[: len(self.groups)]])]
+        if self.states is not None:
+            self.states.check([request.request_id for request in requests if request.block_ids])
+            pools.append((self.states.pool, [lists[-1] for lists in tables]))
+        for pool, lists in pools:
+            held = sum(block_id != NULL_BLOCK for block_ids in lists for block_id in block_ids)
+            referenced = sum(block.ref_count for block in pool.blocks[1:])
+            assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
 
     def _reserve(self, request: Request) -> None:
         """Update the number of blocks reserved for the request's known tokens."""
         num_reserved = 0
         if request.num_allocated_tokens < request.num_tokens:
-            for group, block_ids in zip(self.groups, request.block_ids, strict=True):
+            for group, block_ids in zip(self.groups, request.block_ids, strict=False):
                 num_held = len(block_ids) - block_ids.count(NULL_BLOCK)
                 num_reserved += max(
                     min(
@@ -274,19 +332,19 @@ class KVCacheManager:
         first = request.num_cached_blocks
         if num_full <= first:
             return
-        for group, block_ids in zip(self.groups, request.block_ids, strict=True):
-            if not group.is_shareable:
-                continue
+        may_be_cached = len(self.groups) > 1 or self.states is not None
+        for group, block_ids in zip(self.groups, request.block_ids, strict=False):
             for index in range(first, num_full):
                 if block_ids[index] != NULL_BLOCK:
                     key = group.key(request.block_hashes[index])
-                    self.pool.register(block_ids[index], key, replaces_free=len(self.groups) > 1)
+                    self.pool.register(block_ids[index], key, replaces_free=may_be_cached)
         request.num_cached_blocks = num_full
         self._announce_chunks(request)
 
     def _announce_chunks(self, request: Request) -> None:
         """Announce the request's chunks whose last block is registered and to which a hit of every group can extend.
-        Each belongs to the block of the first group, and needs the other groups' blocks.
+        Each belongs to the block of the first group, and needs the other groups' blocks. With states a hit can extend
+        to a checkpoint, at the chunk's end or later, and the chunk needs what a hit there needs.
 
         If an equal block of another request is the registered one, the chunk belongs to that block, because a later hit
         would find it. A hit on a chunk that ends within the first block saves no tokens, but the chunk is announced all
@@ -300,7 +358,18 @@ class KVCacheManager:
             last = max(0, num_blocks - 1)
             if last >= request.num_cached_blocks:
                 break
-            if needed := self._needed_for_hit(request, last + 1, cached):
+            needed = self._needed_for_hit(request, last + 1, cached)
+            if self.states is not None and (needed or not self.groups):
+                checkpoint = self.states.checkpoint_after(request, last + 1)
+                if checkpoint is None:
+                    break  # until there is one
+                at, state = checkpoint
+                if at > last + 1 and self.groups:
+                    later = self._needed_for_hit(request, at, cached)
+                    needed = [needed[0], *later] if later else []
+                if needed or not self.groups:
+                    needed.append(len(self.pool.blocks) + state)
+            if needed:
                 self.announcer.add(ends[index].hash, num_blocks * self.block_size, needed[0], needed[1:])
             index += 1
         request.num_announced_chunks = index
@@ -316,8 +385,6 @@ class KVCacheManager:
         """
         needed = []
         for group, known in zip(self.groups, cached, strict=True):
-            if not group.is_shareable:
-                return []
             for index in reversed(group.needed_for_hit(num_blocks)):
                 if index not in known:
                     known[index] = self.pool.find(group.key(request.block_hashes[index]))
@@ -328,10 +395,9 @@ class KVCacheManager:
 
 
 def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:
-    """Return the group whose cached blocks determine what waiting requests need not compute; None if nothing is shared.
+    """Return the group whose cached blocks determine what waiting requests need not compute; None if there is none.
 
     A group that keeps every block is preferred: blocks behind a sliding window may be evicted without spoiling a hit.
     """
-    if not all(group.is_shareable for group in groups):
-        return None
-    return next((group for group in groups if type(group) is FullAttentionGroup), groups[0])
+    full = (group for group in groups if type(group) is FullAttentionGroup)
+    return next(full, groups[0] if groups else None)

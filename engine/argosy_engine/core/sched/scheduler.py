@@ -313,6 +313,7 @@ class Scheduler:
         )
         if num_new == 0:
             return  # waits for its steps in flight, or for prefill budget
+        num_new = self._chunk(request, request.num_computed_tokens, num_new)
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -377,6 +378,7 @@ class Scheduler:
         num_new = plan.limit(self._cap(request, num_wanted, plan), is_batch=request.is_batch)
         if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
+        num_new = self._chunk(request, num_cached, num_new)
         if not self.kv.admit(request, cached_block_ids, num_new, apply_watermark=bool(self.running)):
             return None
         request.num_computed_tokens = num_cached
@@ -404,6 +406,13 @@ class Scheduler:
         if request.scores_prompt:
             return min(num_wanted, self.max_num_mixed_prefill_tokens)
         return num_wanted
+
+    def _chunk(self, request: Request, start: int, num_new: int) -> int:
+        """Return how many of the tokens that a request may compute from `start` it does, so that its step ends where
+        its state is to be kept."""
+        if not self.enable_chunked_prefill:
+            return num_new
+        return self.kv.chunk_end(request, start, start + num_new) - start
 
     def _is_awaited_by_others(self) -> bool:
         """Whether a call of one prompt, running or at the head of the queue, waits for its first token."""

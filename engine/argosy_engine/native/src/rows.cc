@@ -1,6 +1,7 @@
-// C interface of pool.h, rows.h and sampling.h. Mirrored in library.py.
+// C interface of delta.h, pool.h, rows.h and sampling.h. Mirrored in library.py.
 #include "rows.h"
 
+#include "delta.h"
 #include "sampling.h"
 
 using namespace argosy;
@@ -31,6 +32,11 @@ void argosy_sample(int dtype, const void* logits, const SamplingRows* of, int64_
   with_type(dtype, [&](auto element) {
     sample(static_cast<const decltype(element)*>(logits), *of, out, rows, width);
   });
+}
+
+void argosy_gated_delta_rule(const DeltaShape* of, const float* q, const float* k, const float* v, const float* g,
+                             const float* beta, float* state, float* out) {
+  gated_delta_rule(*of, q, k, v, g, beta, state, out);
 }
 
 }  // extern "C"

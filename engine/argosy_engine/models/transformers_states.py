@@ -1,0 +1,338 @@
+"""States of transformers' models: what convolutions and recurrent layers keep of a request, in blocks of our own.
+
+transformers' modules take a cache object and ask it for the state of their layer. Ours gives each call the states of
+some of a step's requests: those that decode are one call, of a batch with one token each; of every other request the
+tokens are a call of their own. What a module keeps is found by following it, as with attention (`transformers_model`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache
+
+from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import StateParams, StateTensor
+from argosy_engine.errors import ConfigError
+from argosy_engine.native.library import MAX_DELTA_KEYS, kernels
+
+CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "cache"})
+"""Parameters by which transformers' modules take a cache."""
+
+
+def cache_parameter(module: nn.Module) -> str | None:
+    """Return the parameter by which a module takes a cache."""
+    found = CACHES & inspect.signature(type(module).forward).parameters.keys()
+    return min(found, default=None)
+
+
+class _States(Cache):
+    """A cache without keys and values: those go to the KV cache when they are attended to."""
+
+    def __init__(self) -> None:
+        self.layers = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are given
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+
+def _with_earlier(x: torch.Tensor, earlier: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Return a convolution's inputs [N, channels, T] behind the `size` inputs that a request had before; as
+    transformers does, behind as many zeros as fill `size`, if it begins."""
+    if earlier is not None:
+        return torch.cat([earlier, x], dim=-1)
+    return F.pad(x, (max(size - x.shape[-1], 0), 0))
+
+
+class FollowedStates(_States):
+    """Notes what modules keep while a model is followed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._running: list[nn.Module] = []
+        self.kept: dict[nn.Module, dict[str, StateTensor]] = {}
+        """By module: convolutions' inputs `conv0` [channels, kernel size], states `recurrent0`, by number."""
+        self.caching: set[nn.Module] = set()
+        """Modules that keep keys and values."""
+        for module in model.modules():
+            if cache_parameter(module) is not None:
+                module.register_forward_pre_hook(lambda each, _: self._running.append(each))
+                module.register_forward_hook(lambda *_: self._ended())
+
+    def _ended(self) -> None:
+        self._running.pop()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.caching.add(self._running[-1])
+        return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        size = conv_kernel_size or conv_states.shape[-1]
+        self._keep(f"conv{state_idx}", StateTensor((*conv_states.shape[1:-1], size), "model"))
+        return _with_earlier(conv_states, None, size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._keep(f"recurrent{state_idx}", StateTensor(tuple(recurrent_states.shape[1:]), "float32"))
+        return recurrent_states
+
+    def _keep(self, name: str, tensor: StateTensor) -> None:
+        module = self._running[-1]
+        kept = self.kept.setdefault(module, {})
+        if kept.setdefault(name, tensor) != tensor:
+            raise ConfigError(f"{type(module).__name__} keeps states of two shapes")
+
+    def kept_layers(self) -> Iterator[tuple[str, tuple[str, ...], StateParams]]:
+        """Yield of each module that keeps a state its name, and the names and shapes of what it keeps."""
+        for module, kept in self.kept.items():
+            yield self._names[module], tuple(kept), StateParams(tuple(kept.values()))
+
+
+class _Part:
+    """The states of some of a step's requests in one layer."""
+
+    def __init__(self, kept: Sequence[str], tensors: Sequence[torch.Tensor] | None) -> None:
+        self.is_new = tensors is None
+        """Whether the requests begin."""
+        self.tensors: dict[str, torch.Tensor] = (
+            {} if tensors is None else dict(zip(kept, tensors, strict=True))
+        )
+
+
+class StepStates(_States):
+    """The states of a step's requests, those of one part of them at a time."""
+
+    def __init__(self, meta: AttentionMetadata) -> None:
+        super().__init__()
+        self.meta = meta
+        self.part: _Part | None = None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._tensor(f"conv{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._tensor(f"recurrent{state_idx}")
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.part is not None and not self.part.is_new
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        assert self.part is not None
+        name = f"conv{state_idx}"
+        size = conv_kernel_size or conv_states.shape[-1]
+        full = _with_earlier(conv_states, self._tensor(name), size)
+        self.part.tensors[name] = full[..., -size:]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        assert self.part is not None
+        self.part.tensors[f"recurrent{state_idx}"] = recurrent_states
+        return recurrent_states
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        assert self.part is not None, "a module that was not followed asks for a state"
+        return self.part.tensors.get(name)
+
+
+def use_state_kernels(model: nn.Module, running: Callable[[], StepStates | None]) -> None:
+    """Let our kernel compute the gated delta rule of a model's modules in steps, on a CPU.
+
+    The functions are replaced in transformers' modules, where they are found by name: there is no other way to choose
+    them without the packages that transformers knows.
+    """
+    for module in {sys.modules[type(each).__module__] for each in model.modules()}:
+        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+            function = getattr(module, name, None)
+            if function is not None and not isinstance(function, _GatedDeltaRule):
+                setattr(module, name, _GatedDeltaRule(function, running))
+
+
+class _GatedDeltaRule:
+    """The gated delta rule: ours in a step, transformers' in its own passes."""
+
+    def __init__(self, theirs: Callable[..., Any], running: Callable[[], StepStates | None]) -> None:
+        self._theirs = theirs
+        self._running = running
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        num_rows, _, num_heads, value_dim = value.shape
+        key_dim = key.shape[-1]
+        ours = kernels() if value.device.type == "cpu" and self._running() is not None else None
+        if (
+            ours is None
+            or g.ndim != 3
+            or value_dim % ours.lanes
+            or key_dim > MAX_DELTA_KEYS
+            or any(each is not None for each in others.values())
+        ):
+            return self._theirs(
+                query,
+                key,
+                value,
+                g=g,
+                beta=beta,
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **others,
+            )
+        query, key = query.float(), key.float()
+        if use_qk_l2norm_in_kernel:
+            query, key = (
+                each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (query, key)
+            )
+        query = query * key_dim**-0.5
+        if initial_state is None:
+            state = torch.zeros(num_rows, num_heads, key_dim, value_dim)
+        else:
+            state = initial_state.float().contiguous()
+        q, k, v, g, beta = (each.float().contiguous() for each in (query, key, value, g, beta))
+        out = ours.gated_delta_rule(q, k, v, g, beta, state)
+        return out.to(value.dtype), state
+
+
+class StateCall:
+    """A module that keeps a state: called once for each part of a step's requests.
+
+    Args:
+        module: whose forward this takes the place of.
+        kept: names of what it keeps (`FollowedStates.kept`).
+        running: returns the states of the step that runs, None in a reference pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: StateLayer,
+        kept: Sequence[str],
+        running: Callable[[], StepStates | None],
+    ) -> None:
+        self.layer = layer
+        self._kept = kept
+        self._run = module.forward
+        self._running = running
+        self._dtypes: list[torch.dtype] = []
+        """Of what the module keeps, as it last gave it."""
+        self.continues_singly = False
+        """Whether tokens that follow a state are computed one by one: not every module can do more."""
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        states = self._running()
+        if states is None:
+            return self._run(*args, **kwargs)
+        meta, rows = states.meta, self.layer.rows(states.meta)
+        ends, lens = meta.query_start_loc_cpu[1:].tolist(), meta.seq_lens_cpu.tolist()
+        num_decodes = meta.num_decodes
+        if min(lens[:num_decodes], default=1) == 1:
+            num_decodes = 0  # one of them begins
+        spans = [(0, num_decodes)] if num_decodes else []
+        spans += [(row, row + 1) for row in range(num_decodes, len(ends))]
+        outputs = []
+        for first, last in spans:
+            start, end, count = (ends[first - 1] if first else 0), ends[last - 1], last - first
+            is_new = count == 1 and lens[first] == end - start
+            states.part = part = self._part(None if is_new else rows.sources[first:last])
+            steps = [(start, end)]
+            if self.continues_singly and count == 1 and not is_new:
+                steps = [(token, token + 1) for token in range(start, end)]
+            for begin, stop in steps:
+                given = [_part_of(each, begin, stop, ends[-1], count) for each in args]
+                named = {name: _part_of(each, begin, stop, ends[-1], count) for name, each in kwargs.items()}
+                outputs.append(self._run(*given, **named))
+            kept = [part.tensors[name] for name in self._kept]
+            self._dtypes = [each.dtype for each in kept]
+            self.layer.store(rows.targets[first:last], kept)
+        states.part = None
+        return _joined(outputs)
+
+    def _part(self, blocks: torch.Tensor | None) -> _Part:
+        """Return the states in these blocks, or those of a request that begins."""
+        if blocks is None:
+            return _Part(self._kept, None)
+        loaded = zip(self.layer.load(blocks), self._dtypes, strict=True)
+        return _Part(self._kept, [tensor.to(dtype) for tensor, dtype in loaded])
+
+
+def _part_of(value: Any, start: int, end: int, num_tokens: int, num_rows: int) -> Any:
+    """Return the tokens [start, end) of what has all of a step, [1, num_tokens, ...], as [num_rows, tokens, ...]."""
+    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[:2] == (1, num_tokens):
+        part = value[:, start:end]
+        return part.transpose(0, 1) if num_rows > 1 else part
+    if isinstance(value, tuple):
+        return tuple(_part_of(each, start, end, num_tokens, num_rows) for each in value)
+    return value
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Return what calls for parts of a step have returned, [rows, tokens, ...] each, as for the whole."""
+    if isinstance(outputs[0], tuple):  # what follows the first is not read where there is a cache
+        return (_joined([output[0] for output in outputs]), *(None for _ in outputs[0][1:]))
+    return torch.cat([output.flatten(0, 1) for output in outputs]).unsqueeze(0)
