@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from msgspec import Struct
@@ -41,6 +42,11 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     """States of one request over all recurrent layers; 0: there are none."""
     num_states: int = 0
     """Number of blocks with states, including the null block."""
+
+    @property
+    def most_running(self) -> int | float:
+        """Requests that can run at once, as far as states limit it."""
+        return self.num_states - 1 if self.num_states else inf
 
     @property
     def kv_cache_bytes(self) -> int:

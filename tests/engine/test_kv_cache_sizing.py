@@ -113,6 +113,7 @@ def test_states_and_blocks_share_the_memory(
         assert budget.num_states * budget.state_bytes >= available * 0.4 * 0.49 - 2 * budget.state_bytes
     if not caching:
         assert budget.num_states <= max_num_seqs + 1
+    assert budget.most_running == budget.num_states - 1
     if not page:
         assert budget.block_bytes == 0
 

@@ -186,6 +186,36 @@ def test_clearing_the_prefix_cache_clears_states() -> None:
     assert Run(kv, "b", list(range(30))).compute().num_cached == 0
 
 
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, STATE)])
+def test_a_chain_of_two_requests_blocks_loses_its_end_first(specs: tuple[KVCacheSpec, ...]) -> None:
+    """Both compute the common beginning in one step, and the blocks of the first, which ends first, are those found."""
+    kv = KVCacheManager(
+        24, BLOCK, True, specs=specs, max_num_batched_tokens=64, num_states=20, state_interval=64
+    )
+    prompts = [[*range(16), *range(start, start + 16), 1] for start in (100, 200)]
+    first, second = (
+        Run(kv, str(number), prompt, [end(prompt, length) for length in range(BLOCK, 33, BLOCK)])
+        for number, prompt in enumerate(prompts)
+    )
+    if specs == (FULL,):  # attention alone shares within a step: a twin that scores its prompt does not
+        second.request.sampling_params = SamplingParams(prompt_logprobs=0)
+    first.step()
+    second.step()
+    first.compute().end()
+    second.compute().end()
+    told: set[int] = set()
+    for number in range(20):
+        Run(kv, f"other {number}", [300 + number] * 5).compute().end()
+        if (delta := kv.announcer.take_delta()) is not None:
+            told = (told - set(delta.removed)) | {chunk.hash for chunk in delta.stored}
+        asks = Request(EngineCoreRequest("asks", [*prompts[1], 99], SamplingParams(), 0.0), BLOCK, True)
+        hit = len(kv.find_cached_prefix(asks)[0]) * BLOCK
+        heard = max(
+            (length for length in range(BLOCK, 33, BLOCK) if end(prompts[1], length).hash in told), default=0
+        )
+        assert heard <= hit
+
+
 def end(prompt: list[int], num_tokens: int) -> ChunkEnd:
     return ChunkEnd(hash((num_tokens, *prompt[:num_tokens])) & ((1 << 63) - 1), num_tokens)
 

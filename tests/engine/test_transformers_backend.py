@@ -162,6 +162,27 @@ def test_an_architecture_that_is_misunderstood_is_refused(glm: Path) -> None:
                 probe(wrong, model, torch.float32, CPU)
 
 
+def test_a_scan_that_begins_without_a_state_is_found_though_rounding_hides_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A state that matters little: in bfloat16 logits differ by less than rounding may."""
+    reference: Any = write_checkpoint("mamba", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    with torch.no_grad():
+        for layer in reference.backbone.layers:
+            layer.mixer.out_proj.weight.mul_(0.35)
+    reference.to(torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
+    config = complete_config(load_model_config(tmp_path))
+    assert isinstance(config, TransformersConfig)
+    model, _ = load_transformers(
+        tmp_path, config, TorchBackend(torch.bfloat16), dtype=torch.bfloat16, device=CPU, seed=None
+    )
+    with caplog.at_level("INFO"):
+        probe(config, model, torch.bfloat16, CPU)
+    assert "states take token by token" in caplog.text
+
+
 def test_a_stored_head_that_is_not_the_embedding_is_used(tmp_path: Path) -> None:
     reference = write_checkpoint("gemma", tmp_path)
     file = tmp_path / "model.safetensors"

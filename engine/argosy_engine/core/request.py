@@ -51,6 +51,7 @@ class Request:
         "first_scheduled_at",
         "has_first_token",
         "has_grammar",
+        "has_twin_blocks",
         "max_num_tokens",
         "mm_features",
         "needs_general_path",
@@ -148,6 +149,8 @@ class Request:
         """Blocks reserved for its known tokens beyond those that it holds; see `KVCacheManager`."""
         self.num_cached_blocks = 0
         """Number of leading blocks that are registered in the prefix cache."""
+        self.has_twin_blocks = False
+        """Whether a block that it has computed is registered for another request, which computed the same."""
         self.num_branch_tokens = 0
         """Tokens of its prompt that the attention layers have cached, when they were last asked."""
         self.num_announced_chunks = 0

@@ -600,12 +600,17 @@ class TransformersModel:
         logits: torch.Tensor = output.logits
         return logits.squeeze(0)
 
-    def continue_singly(self) -> bool:
-        """Let layers with states compute tokens that follow a state one by one; return whether any did otherwise."""
-        changed = [call for call in self._state_calls if not call.continues_singly]
-        for call in changed:
-            call.continues_singly = True
-        return bool(changed)
+    def check_states(self) -> bool:
+        """Find out how layers with states continue them, after a reference pass; return whether any takes one token at
+        a time.
+
+        Raises:
+            ConfigError: one cannot continue a state.
+        """
+        for call in self._state_calls:
+            if (reason := call.check()) is not None:
+                raise ConfigError(reason)
+        return any(call.continues_singly for call in self._state_calls)
 
     def use_kernels(self) -> None:
         """Let our kernels compute the linear layers that have been called, on a CPU. Of others the model may read the

@@ -59,12 +59,10 @@ def probe(
     ]
     try:
         expected = [model.reference_logits(prompt).float() for prompt in prompts]
+        if model.check_states():  # Mamba's scan in transformers begins without one
+            logger.info("prompts in several steps are slow: of all but the first, states take token by token")
         model.use_kernels()
         found = _computed(model, prompts, device)
-        if _difference(found, expected, dtype) is not None and model.continue_singly():
-            # Mamba's scan in transformers begins without a state.
-            found = _computed(model, prompts, device)
-            logger.info("prompts in several steps are slow: of all but the first, states take token by token")
     except Exception as error:  # whatever a model raises
         raise ConfigError(
             f"{config.architecture} fails in transformers' modelling code: {type(error).__name__}: "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from transformers import Cache
 
 from argosy_engine.attention.layer import StateLayer
@@ -31,6 +32,10 @@ def cache_parameter(module: nn.Module) -> str | None:
     """Return the parameter by which a module takes a cache."""
     found = CACHES & inspect.signature(type(module).forward).parameters.keys()
     return min(found, default=None)
+
+
+_CONTINUED = 1e-3
+"""Difference between a pass in one and in two that is allowed in float32, as a share of the largest output."""
 
 
 class _States(Cache):
@@ -149,9 +154,10 @@ class _Part:
 class StepStates(_States):
     """The states of a step's requests, those of one part of them at a time."""
 
-    def __init__(self, meta: AttentionMetadata) -> None:
+    def __init__(self, meta: AttentionMetadata | None) -> None:
         super().__init__()
         self.meta = meta
+        """None: of a check of one module."""
         self.part: _Part | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -278,8 +284,11 @@ class StateCall:
         self._kept = kept
         self._run = module.forward
         self._running = running
-        self._dtypes: list[torch.dtype] = []
+        self._dtypes = [dtype for _, dtype in layer.tensors]
         """Of what the module keeps, as it last gave it."""
+        self._module = module
+        self._seen: tuple[Sequence[Any], dict[str, Any]] | None = None
+        """Arguments of the first reference pass, until `check`."""
         self.continues_singly = False
         """Whether tokens that follow a state are computed one by one: not every module can do more."""
         module.forward = self
@@ -287,8 +296,12 @@ class StateCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         states = self._running()
         if states is None:
+            if self._seen is None:
+                self._seen = args, kwargs
             return self._run(*args, **kwargs)
-        meta, rows = states.meta, self.layer.rows(states.meta)
+        meta = states.meta
+        assert meta is not None
+        rows = self.layer.rows(meta)
         ends, lens = meta.query_start_loc_cpu[1:].tolist(), meta.seq_lens_cpu.tolist()
         num_decodes = meta.num_decodes
         if min(lens[:num_decodes], default=1) == 1:
@@ -313,12 +326,68 @@ class StateCall:
         states.part = None
         return _joined(outputs)
 
+    def check(self) -> str | None:
+        """Compare one pass of the module with two that continue a state, in float32 on what it got in a reference pass:
+        whether it can depends on its code, and rounding hides much in smaller dtypes. Sets `continues_singly`.
+
+        Returns:
+            Why the module cannot be served, None if it can.
+        """
+        assert self._seen is not None, "there was no reference pass"
+        (args, kwargs), self._seen = self._seen, None
+        states = StepStates(None)
+        args, kwargs = _in_float32(args), _in_float32(kwargs)
+        weights = {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers())
+        }
+        name = cache_parameter(self._module)
+        assert name is not None
+        num_tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        def outputs(ends: Sequence[int], cache: StepStates | None) -> torch.Tensor:
+            parts, start = [], 0
+            states.part = _Part(self._kept, None)
+            for end in ends:
+                given = [_part_of(each, start, end, num_tokens, 1) for each in args]
+                named = {key: _part_of(each, start, end, num_tokens, 1) for key, each in kwargs.items()}
+                self._module.forward = self._run
+                try:
+                    output = functional_call(
+                        self._module, weights, tuple(given), {**named, name: cache}, tie_weights=False
+                    )
+                finally:
+                    self._module.forward = self
+                parts.append(output[0] if isinstance(output, tuple) else output)
+                start = end
+            return torch.cat(parts, dim=1)
+
+        whole = outputs([num_tokens], None)
+        allowed = _CONTINUED * float(whole.abs().max())
+        half = max(num_tokens // 2, 1)
+        for self.continues_singly, ends in (
+            (False, [half, num_tokens]),
+            (True, [half, *range(half + 1, num_tokens + 1)]),
+        ):
+            if float((outputs(ends, states) - whole).abs().max()) <= allowed:
+                return None
+        return f"{type(self._module).__name__} continues a state otherwise than it computes a whole prompt"
+
     def _part(self, blocks: torch.Tensor | None) -> _Part:
         """Return the states in these blocks, or those of a request that begins."""
         if blocks is None:
             return _Part(self._kept, None)
         loaded = zip(self.layer.load(blocks), self._dtypes, strict=True)
         return _Part(self._kept, [tensor.to(dtype) for tensor, dtype in loaded])
+
+
+def _in_float32(value: Any) -> Any:
+    """Return arguments with all floating-point tensors in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _in_float32(each) for name, each in value.items()}
+    return tuple(_in_float32(each) for each in value) if isinstance(value, (tuple, list)) else value
 
 
 def _part_of(value: Any, start: int, end: int, num_tokens: int, num_rows: int) -> Any:

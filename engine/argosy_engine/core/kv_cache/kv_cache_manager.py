@@ -241,6 +241,8 @@ class KVCacheManager:
             if num_valid < request.num_cached_blocks:
                 self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
             self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
+        if request.has_twin_blocks:
+            self._touch_chain(request)
         if self.states is not None and request.block_ids:
             self.states.register(request, request.block_ids[-1], num_computed_tokens)
             if self.states.has_lost_checkpoint(request):
@@ -250,6 +252,15 @@ class KVCacheManager:
         self.num_reserved_blocks -= request.num_reserved_blocks
         self.forget(request)
 
+    def _touch_chain(self, request: Request) -> None:
+        """Let the end of a request's prefix be evicted before its beginning, though blocks of another request, which
+        were freed earlier, hold a part of it."""
+        for group in self.groups:
+            for block_hash in reversed(request.block_hashes[: request.num_cached_blocks]):
+                key = group.key(block_hash)
+                if (block_id := self.pool.find(key)) is not None:
+                    self.pool.touch(block_id, key)
+
     def forget(self, request: Request) -> None:
         """Reset the request's block fields, without freeing anything."""
         request.block_ids = []
@@ -257,6 +268,7 @@ class KVCacheManager:
         request.num_reserved_blocks = 0
         request.num_cached_blocks = 0
         request.num_announced_chunks = 0
+        request.has_twin_blocks = False
         if self.states is not None:
             self.states.forget(request)
 
@@ -337,7 +349,8 @@ class KVCacheManager:
             for index in range(first, num_full):
                 if block_ids[index] != NULL_BLOCK:
                     key = group.key(request.block_hashes[index])
-                    self.pool.register(block_ids[index], key, replaces_free=may_be_cached)
+                    if not self.pool.register(block_ids[index], key, replaces_free=may_be_cached):
+                        request.has_twin_blocks = True
         request.num_cached_blocks = num_full
         self._announce_chunks(request)
 
