@@ -102,10 +102,10 @@ def test_the_modelling_code_of_transformers_gives_what_ours_gives(
 
 def logprobs(output: RequestOutput) -> list[float]:
     """Log probabilities of the prompt's tokens, and of those that were sampled."""
-    positions = [*(output.prompt_logprobs or ())]
+    positions = [*(output.prompt_logprobs or ())]  # None for the first token
     for choice in output.outputs:
         positions += choice.logprobs or ()
-    return [score for position in positions for score in position.logprobs]
+    return [score for position in positions if position is not None for score in position.logprobs]
 
 
 @pytest.fixture
