@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from argosy_engine.parsers.chat_parser import ChatParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
-from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
+from argosy_engine.parsers.reasoning_parsers import Qwen3ReasoningParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
 from parsed_parts import cut, however_cut, joined
 

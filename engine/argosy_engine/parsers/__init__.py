@@ -6,7 +6,7 @@ harmony_parser       the same for gpt-oss, whose output is a list of messages
 parsed_output        what a piece of an output adds to a message
 
 tool_parsers         the form of calls, a module per family: a subclass of ToolParser
-reasoning_parsers    the marks around reasoning, a module per family: a subclass of ReasoningParser
+reasoning_parsers    the marks around reasoning, a subclass of ReasoningParser per family
 
 argument_readers     read arguments while the model writes them
 arguments_text       arguments as JSON text

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from argosy_engine.parsers.argument_readers import MAX_OPENING_CHARS, ArgumentReader
 from argosy_engine.parsers.markers import Markers
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall, ParsedCalls
-from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
+from argosy_engine.parsers.reasoning_parsers import ReasoningParser
 from argosy_engine.parsers.scanners import NO_CALL, EnclosingScanner, MarkerScanner, Scanner
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.parsers.reasoning_parsers.abstract_reasoning_parser import ReasoningParser
-from argosy_engine.parsers.reasoning_parsers.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
-from argosy_engine.parsers.reasoning_parsers.gemma4_reasoning_parser import Gemma4ReasoningParser
-from argosy_engine.parsers.reasoning_parsers.glm45_reasoning_parser import Glm45ReasoningParser
-from argosy_engine.parsers.reasoning_parsers.gptoss_reasoning_parser import GptOssReasoningParser
-from argosy_engine.parsers.reasoning_parsers.mistral_reasoning_parser import MistralReasoningParser
-from argosy_engine.parsers.reasoning_parsers.qwen3_reasoning_parser import Qwen3ReasoningParser
-from argosy_engine.parsers.reasoning_parsers.seed_oss_reasoning_parser import SeedOssReasoningParser
+from argosy_engine.parsers.reasoning_parsers import (
+    DeepSeekR1ReasoningParser,
+    Gemma4ReasoningParser,
+    Glm45ReasoningParser,
+    GptOssReasoningParser,
+    MistralReasoningParser,
+    Qwen3ReasoningParser,
+    ReasoningParser,
+    SeedOssReasoningParser,
+)
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
     DeepSeekV3ToolParser,
@@ -38,8 +40,7 @@ from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
     Olmo3ToolParser,
     PythonicToolParser,
 )
-from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser
-from argosy_engine.parsers.tool_parsers.seed_oss_tool_parser import SeedOssToolParser
+from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser, SeedOssToolParser
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs

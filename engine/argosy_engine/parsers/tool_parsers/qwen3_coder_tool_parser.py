@@ -26,6 +26,7 @@ from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.structured.structural_tag import ToolCallForm
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_SEED_CALL, _SEED_END_CALL = "<seed:tool_call>", "</seed:tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _MAX_KEY_CHARS = 256
@@ -160,3 +161,25 @@ def _ends_function(text: str, marks: Sequence[re.Match[str]], index: int) -> boo
         return False
     end = len(text) if is_last else marks[index + 1].start()
     return not text[marks[index].end() : end].strip()
+
+
+class SeedOssToolParser(Qwen3CoderToolParser):
+    """Seed-OSS: the same between `<seed:tool_call>` and `</seed:tool_call>`."""
+
+    call_marks = (_SEED_CALL, _SEED_END_CALL)
+    starts = (_SEED_CALL, _FUNCTION)
+    other_markers = (_SEED_END_CALL,)
+    call_form = ToolCallForm(
+        begin=f"{_SEED_CALL}\n<function={{name}}>\n",
+        end=f"\n</function>\n{_SEED_END_CALL}",
+        style="qwen_xml",
+        separator="\n",
+    )
+
+    def _arguments(self, convert: Callable[[str, str], Any]) -> QwenArguments:
+        return _SeedArguments(convert)
+
+
+class _SeedArguments(QwenArguments):
+    closing = ((_SEED_END_CALL,),)
+    starts = (_SEED_CALL, _FUNCTION)

@@ -1,0 +1,68 @@
+"""Reasoning parsers: the marks that families of models write around their reasoning, by vLLM's names."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ReasoningParser:
+    """Reasoning between two markers, before the answer."""
+
+    start: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    tokens: ClassVar[tuple[str, ...]] = ()
+    """Special tokens within the markers, if these have other text."""
+    end_before_calls: ClassVar[str | None] = None
+    """What ends the reasoning before calls that a grammar requires, if it is not `end`."""
+    message_ends: ClassVar[tuple[str, ...]] = ()
+    """Tokens that end a message of reasoning, if there may be several; their tokens are counted by these."""
+    starts_open: ClassVar[bool] = False
+    """Whether an output without the start marker begins with reasoning, unless the prompt has closed it."""
+
+
+class Qwen3ReasoningParser(ReasoningParser):
+    """Qwen3: `<think>...</think>`, which the prompt or the model opens."""
+
+
+class DeepSeekR1ReasoningParser(ReasoningParser):
+    """DeepSeek R1: `<think>...</think>`, of which the model may leave out the first mark."""
+
+    starts_open = True
+
+
+class Glm45ReasoningParser(ReasoningParser):
+    """GLM-4.5 to GLM-4.7: `<think>...</think>`, which the model opens."""
+
+
+class SeedOssReasoningParser(ReasoningParser):
+    """Seed-OSS: `<seed:think>...</seed:think>`."""
+
+    start = "<seed:think>"
+    end = "</seed:think>"
+
+
+class MistralReasoningParser(ReasoningParser):
+    """Mistral (Magistral): `[THINK]...[/THINK]`, which are special tokens."""
+
+    start = "[THINK]"
+    end = "[/THINK]"
+
+
+class Gemma4ReasoningParser(ReasoningParser):
+    """Gemma 4: `<|channel>thought` and a line break, up to `<channel|>`."""
+
+    start = "<|channel>thought\n"
+    end = "<channel|>"
+    tokens = ("<|channel>",)
+
+
+class GptOssReasoningParser(ReasoningParser):
+    """gpt-oss: the reasoning is a message in the `analysis` channel of OpenAI's Harmony format.
+
+    The marks tell a grammar where it begins. The output itself is read by `HarmonyParser`.
+    """
+
+    start = "<|channel|>analysis<|message|>"
+    end = "<|start|>assistant<|channel|>final<|message|>"
+    end_before_calls = "<|start|>assistant"
+    message_ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")

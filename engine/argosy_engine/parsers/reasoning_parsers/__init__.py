@@ -1,1 +1,0 @@
-"""Reasoning parsers: the marks that families of models write around their reasoning, by vLLM's names."""
