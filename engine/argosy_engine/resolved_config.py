@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+import sys
 from typing import Literal
 
 from msgspec import Struct
@@ -44,9 +44,9 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     """Number of blocks with states, including the null block."""
 
     @property
-    def most_running(self) -> int | float:
+    def most_running(self) -> int:
         """Requests that can run at once, as far as states limit it."""
-        return self.num_states - 1 if self.num_states else inf
+        return self.num_states - 1 if self.num_states else sys.maxsize
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -108,7 +108,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_seqs=int(min(args.max_num_seqs, info.memory.most_running)),
+            max_num_seqs=min(args.max_num_seqs, info.memory.most_running),
             max_model_len=info.memory.max_model_len,
             eos_token_ids=frozenset(info.config.eos_token_ids),
             enable_chunked_prefill=args.enable_chunked_prefill,

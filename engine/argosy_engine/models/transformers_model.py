@@ -260,7 +260,7 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         if config.wrapper is not None:
             unserved_parts, model = forbid_other_parts(whole), text_model(whole)
         follower, products = _followed(model)
-        if _module_with_state(model, follower.callers) is not None:
+        if _wants_cache(model, follower.callers):
             states = FollowedStates(model)
             follower, products = _followed(model, states)
     except ConfigError as error:
@@ -337,16 +337,14 @@ def _empty_model(config: TransformersConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def _module_with_state(model: nn.Module, callers: set[nn.Module]) -> str | None:
-    """Return the class of a module that takes a cache, and has called no attention; None if there is none."""
-    if not callers:
-        return type(model).__name__
+def _wants_cache(model: nn.Module, callers: set[nn.Module]) -> bool:
+    """Whether a module that takes a cache has called no attention."""
     taking = [module for module in model.modules() if cache_parameter(module) is not None]
     for module in taking:
         inner = set(module.modules()) - {module}
         if not inner & set(taking) and not ({module} | inner) & callers:
-            return type(module).__name__
-    return None
+            return True
+    return not callers
 
 
 def _other_attention(model: nn.Module, states: FollowedStates, callers: set[nn.Module]) -> str | None:

@@ -61,19 +61,49 @@ class _States(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._kept_tensor(f"conv{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._kept_tensor(f"recurrent{state_idx}")
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return a convolution's inputs [N, channels, T] behind those that a request had before; as transformers does,
+        behind as many zeros as fill the kernel, if it begins."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        earlier = self.get_conv_state(layer_idx, state_idx)
+        if earlier is None:
+            full = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        else:
+            full = torch.cat([earlier, conv_states], dim=-1)
+        self._keep(f"conv{state_idx}", full[..., -size:])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._keep(f"recurrent{state_idx}", recurrent_states)
+        return recurrent_states
+
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
         self.update_recurrent_state(linear_cache, layer_idx)
 
+    def _kept_tensor(self, name: str) -> torch.Tensor | None:
+        """Return what the requests have kept, None if they begin."""
+        return None
 
-def _with_earlier(x: torch.Tensor, earlier: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Return a convolution's inputs [N, channels, T] behind the `size` inputs that a request had before; as
-    transformers does, behind as many zeros as fill `size`, if it begins."""
-    if earlier is not None:
-        return torch.cat([earlier, x], dim=-1)
-    return F.pad(x, (max(size - x.shape[-1], 0), 0))
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
 
 
 class FollowedStates(_States):
@@ -101,54 +131,20 @@ class FollowedStates(_States):
         self.caching.add(self._running[-1])
         return key_states, value_states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return False
 
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        size = conv_kernel_size or conv_states.shape[-1]
-        self._keep(f"conv{state_idx}", StateTensor((*conv_states.shape[1:-1], size), "model"))
-        return _with_earlier(conv_states, None, size)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self._keep(f"recurrent{state_idx}", StateTensor(tuple(recurrent_states.shape[1:]), "float32"))
-        return recurrent_states
-
-    def _keep(self, name: str, tensor: StateTensor) -> None:
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
         module = self._running[-1]
         kept = self.kept.setdefault(module, {})
-        if kept.setdefault(name, tensor) != tensor:
+        shape = StateTensor(tuple(tensor.shape[1:]), "model" if name.startswith("conv") else "float32")
+        if kept.setdefault(name, shape) != shape:
             raise ConfigError(f"{type(module).__name__} keeps states of two shapes")
 
     def kept_layers(self) -> Iterator[tuple[str, tuple[str, ...], StateParams]]:
         """Yield of each module that keeps a state its name, and the names and shapes of what it keeps."""
         for module, kept in self.kept.items():
             yield self._names[module], tuple(kept), StateParams(tuple(kept.values()))
-
-
-class _Part:
-    """The states of some of a step's requests in one layer."""
-
-    def __init__(self, kept: Sequence[str], tensors: Sequence[torch.Tensor] | None) -> None:
-        self.is_new = tensors is None
-        """Whether the requests begin."""
-        self.tensors: dict[str, torch.Tensor] = (
-            {} if tensors is None else dict(zip(kept, tensors, strict=True))
-        )
 
 
 class StepStates(_States):
@@ -158,42 +154,19 @@ class StepStates(_States):
         super().__init__()
         self.meta = meta
         """None: of a check of one module."""
-        self.part: _Part | None = None
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._tensor(f"conv{state_idx}")
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._tensor(f"recurrent{state_idx}")
+        self.part: dict[str, torch.Tensor] | None = None
+        """What some of the requests keep, by name; empty if they begin."""
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.part is not None and not self.part.is_new
+        return bool(self.part)
 
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        assert self.part is not None
-        name = f"conv{state_idx}"
-        size = conv_kernel_size or conv_states.shape[-1]
-        full = _with_earlier(conv_states, self._tensor(name), size)
-        self.part.tensors[name] = full[..., -size:]
-        return full
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        assert self.part is not None
-        self.part.tensors[f"recurrent{state_idx}"] = recurrent_states
-        return recurrent_states
-
-    def _tensor(self, name: str) -> torch.Tensor | None:
+    def _kept_tensor(self, name: str) -> torch.Tensor | None:
         assert self.part is not None, "a module that was not followed asks for a state"
-        return self.part.tensors.get(name)
+        return self.part.get(name)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.part is not None
+        self.part[name] = tensor
 
 
 def use_state_kernels(model: nn.Module, running: Callable[[], StepStates | None]) -> None:
@@ -317,18 +290,17 @@ class StateCall:
             if self.continues_singly and count == 1 and not is_new:
                 steps = [(token, token + 1) for token in range(start, end)]
             for begin, stop in steps:
-                given = [_part_of(each, begin, stop, ends[-1], count) for each in args]
-                named = {name: _part_of(each, begin, stop, ends[-1], count) for name, each in kwargs.items()}
+                given, named = _arguments(args, kwargs, begin, stop, ends[-1], count)
                 outputs.append(self._run(*given, **named))
-            kept = [part.tensors[name] for name in self._kept]
+            kept = [part[name] for name in self._kept]
             self._dtypes = [each.dtype for each in kept]
             self.layer.store(rows.targets[first:last], kept)
         states.part = None
         return _joined(outputs)
 
     def check(self) -> str | None:
-        """Compare one pass of the module with two that continue a state, in float32 on what it got in a reference pass:
-        whether it can depends on its code, and rounding hides much in smaller dtypes. Sets `continues_singly`.
+        """Compare one pass of the module with two that continue a state, in float32 on what it got in a reference pass,
+        because rounding hides much in smaller dtypes. Sets `continues_singly`.
 
         Returns:
             Why the module cannot be served, None if it can.
@@ -347,14 +319,13 @@ class StateCall:
 
         def outputs(ends: Sequence[int], cache: StepStates | None) -> torch.Tensor:
             parts, start = [], 0
-            states.part = _Part(self._kept, None)
+            states.part = {}
             for end in ends:
-                given = [_part_of(each, start, end, num_tokens, 1) for each in args]
-                named = {key: _part_of(each, start, end, num_tokens, 1) for key, each in kwargs.items()}
+                given, named = _arguments(args, kwargs, start, end, num_tokens, 1)
                 self._module.forward = self._run
                 try:
                     output = functional_call(
-                        self._module, weights, tuple(given), {**named, name: cache}, tie_weights=False
+                        self._module, weights, given, {**named, name: cache}, tie_weights=False
                     )
                 finally:
                     self._module.forward = self
@@ -373,12 +344,12 @@ class StateCall:
                 return None
         return f"{type(self._module).__name__} continues a state otherwise than it computes a whole prompt"
 
-    def _part(self, blocks: torch.Tensor | None) -> _Part:
+    def _part(self, blocks: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return the states in these blocks, or those of a request that begins."""
         if blocks is None:
-            return _Part(self._kept, None)
-        loaded = zip(self.layer.load(blocks), self._dtypes, strict=True)
-        return _Part(self._kept, [tensor.to(dtype) for tensor, dtype in loaded])
+            return {}
+        loaded = zip(self._kept, self.layer.load(blocks), self._dtypes, strict=True)
+        return {name: tensor.to(dtype) for name, tensor, dtype in loaded}
 
 
 def _in_float32(value: Any) -> Any:
@@ -388,6 +359,15 @@ def _in_float32(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _in_float32(each) for name, each in value.items()}
     return tuple(_in_float32(each) for each in value) if isinstance(value, (tuple, list)) else value
+
+
+def _arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], start: int, end: int, num_tokens: int, num_rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call for some tokens; see `_part_of`."""
+    span = start, end, num_tokens, num_rows
+    given = tuple(_part_of(each, *span) for each in args)
+    return given, {name: _part_of(each, *span) for name, each in kwargs.items()}
 
 
 def _part_of(value: Any, start: int, end: int, num_tokens: int, num_rows: int) -> Any:

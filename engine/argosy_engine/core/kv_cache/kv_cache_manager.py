@@ -179,7 +179,7 @@ class KVCacheManager:
         num_cached = len(cached_block_ids[0])
         num_tokens = num_cached * self.block_size + num_new_tokens
         # All of them first: `allocate` could evict a block that is not shared yet.
-        for _, cached in zip(self.groups, cached_block_ids, strict=False):
+        for cached in cached_block_ids[: len(self.groups)]:
             self.pool.share([block_id for block_id in cached if block_id != NULL_BLOCK])
         request.block_ids = [
             cached + self.pool.allocate(group.num_blocks(num_tokens) - len(cached))
@@ -237,7 +237,7 @@ class KVCacheManager:
         """
         self._register(request, num_computed_tokens)
         num_valid = num_computed_tokens // self.block_size
-        for _, block_ids in zip(self.groups, request.block_ids, strict=False):
+        for block_ids in request.block_ids[: len(self.groups)]:
             if num_valid < request.num_cached_blocks:
                 self.pool.unregister(block_ids[num_valid : request.num_cached_blocks])
             self.pool.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])
