@@ -12,10 +12,11 @@ import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, DeltaNetParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.layers.delta_net import DeltaNet, DeltaNetWeights
 from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding
 from argosy_engine.layers.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
@@ -227,6 +228,48 @@ class LayerFactory:
                 outputs = {names[0]: tuple(map(_moved, ranges, starts))}
         spec = LinearSpec(parts, in_features, bias, is_transposed, outputs)
         return Linear(self._method.load(self.weights, spec))
+
+    def selected_linear(
+        self,
+        parts: Mapping[str, int],
+        outputs: Mapping[str, Sequence[range]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        keeps_precision: bool = False,
+    ) -> Linear:
+        """Make projections of which this rank computes some outputs, in another order than the checkpoint's.
+
+        Args:
+            outputs: of each part, one range after the other.
+        """
+        chosen = {name: tuple(each for each in outputs[name] if each) for name in parts}
+        spec = LinearSpec(parts, in_features, bias, outputs=chosen, keeps_precision=keeps_precision)
+        return Linear(self._method.load(self.weights, spec))
+
+    def delta_net(self, prefix: str, params: DeltaNetParams, eps: float) -> DeltaNet:
+        """Make what a Gated DeltaNet computes between its projections, of which a rank computes its heads.
+
+        Args:
+            prefix: of the layer's tensors.
+            params: of all ranks.
+            eps: of the norm.
+        """
+        keys = params.num_key_heads * params.key_dim
+        q, k, v = map(_moved, self.sharding.delta_net(params), (0, keys, 2 * keys))
+        conv = self.weights.take(
+            prefix + "conv1d.weight", params.num_channels, 1, params.kernel_size, shard=Shard(0, (q, k, v))
+        )
+        heads = Shard(0, (self.sharding.part(params.num_value_heads),))
+        rates, dt_bias = (
+            self.weights.take(prefix + name, params.num_value_heads, shard=heads).float()
+            for name in ("A_log", "dt_bias")
+        )
+        norm = self.take(prefix + "norm.weight", params.value_dim).float()
+        weights = DeltaNetWeights(conv[:, 0].t().float().contiguous(), rates.exp(), dt_bias, norm, eps)
+        return DeltaNet(
+            params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
+        )
 
     def row_linear(
         self,

@@ -73,6 +73,7 @@ class _Family(NamedTuple):
 
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
+_QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
 _FAMILIES = {
     "GPT2LMHeadModel": _Family(
         "gpt2_config:GPT2Config", "gpt2:GPT2", "GPT2Model", "GPT2ForSequenceClassification"
@@ -89,6 +90,13 @@ _FAMILIES = {
         "qwen3_moe:Qwen3Moe",
         "Qwen3MoeModel",
         "Qwen3MoeForSequenceClassification",
+    ),
+    "Qwen3NextForCausalLM": _Family(*_QWEN3_NEXT, "Qwen3NextModel", "Qwen3NextForSequenceClassification"),
+    "Qwen3_5ForCausalLM": _Family(
+        *_QWEN3_NEXT, "Qwen3_5TextModel", "Qwen3_5TextForSequenceClassification"
+    ),
+    "Qwen3_5MoeForCausalLM": _Family(
+        *_QWEN3_NEXT, "Qwen3_5MoeTextModel", "Qwen3_5MoeTextForSequenceClassification"
     ),
 }
 """By the architecture that generates."""
