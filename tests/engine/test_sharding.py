@@ -24,8 +24,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.native.library import kernels
 from argosy_engine.sizing.kv_cache_sizing import rank_elements
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
-from attention_cases import model_inputs
+from attention_cases import bind_sequence, sequence_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import ThreadCommunicator, run_threads
@@ -37,7 +36,7 @@ BIASED = {"llama-biased": {"attention_bias": True, "mlp_bias": True, "vocab_size
 """A head and an embedding that do not divide evenly, and every bias that Llama may have."""
 SHARDINGS = [
     *((name, size, False) for name in (*KINDS, *BIASED) for size in (2, 4)),
-    *((name, size, True) for name in ("qwen3-moe", "qwen3-moe-mixed") for size in (2, 4)),
+    *((name, size, True) for name in ("qwen3-moe", "qwen3-moe-mixed", "qwen3-next") for size in (2, 4)),
 ]
 
 
@@ -77,13 +76,12 @@ def logits_of(
         communicator=communicator,
     )
     assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
-    groups = layer_groups(loaded.model, BLOCK_SIZE)
-    num_blocks = -(-len(TOKENS) // BLOCK_SIZE)
-    bind_kv_cache(loaded.model, groups, num_blocks, BLOCK_SIZE, CPU)
+    model, count = loaded.model, len(TOKENS)
+    bind_sequence(model, count, BLOCK_SIZE)
     steps = []
-    for start, stop in ((0, len(TOKENS) - 1), (len(TOKENS) - 1, len(TOKENS))):
-        inputs = model_inputs(TOKENS[start:stop], start, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
-        steps.append(loaded.model.logits(loaded.model.forward(inputs)))
+    for start, stop in ((0, count - 1), (count - 1, count)):
+        inputs = sequence_inputs(model, TOKENS[start:stop], start, count, BLOCK_SIZE)
+        steps.append(model.logits(model.forward(inputs)))
     return torch.cat(steps)
 
 
@@ -131,7 +129,7 @@ def test_a_rank_holds_its_part_only(name: str, size: int, has_whole_experts: boo
     plans = [
         plan_weights(config, torch.float32, Sharding(rank, size, has_whole_experts)) for rank in range(size)
     ]
-    shared = ("norm", "ln_", "mlp.gate.", "wpe", "embed_positions", "project_")
+    shared = ("norm", "ln_", "mlp.gate.", "shared_expert_gate", "wpe", "embed_positions", "project_")
     replicas = max(size // config.num_key_value_heads, 1)
     for tensor, count in whole.elements.items():
         held = [plan.elements.get(tensor, 0) for plan in plans]

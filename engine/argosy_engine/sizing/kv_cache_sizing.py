@@ -149,7 +149,7 @@ def rank_elements(
     }
     # KV heads that several ranks hold
     copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
-    held["replicated KV heads"] = int(2 * config.num_hidden_layers * config.hidden_size * copied)
+    held["replicated KV heads"] = int(2 * len(config.attention_layers) * config.hidden_size * copied)
     return held
 
 
