@@ -83,6 +83,8 @@ class DeltaNet:
 def _kernel(
     params: DeltaNetParams, weights: DeltaNetWeights, dtype: torch.dtype, *, uses_triton: bool
 ) -> DeltaNetKernel:
+    if uses_triton:
+        return TritonDeltaNet(params, weights)
     device = weights.conv.device.type
     native = kernels() if device == "cpu" and dtype in DTYPES else None
     is_aligned = native is not None and params.key_dim % native.lanes == params.value_dim % native.lanes == 0
@@ -119,6 +121,49 @@ class CpuDeltaNet:
         layer.conv_states, layer.states = conv_states.data_ptr(), states.data_ptr()
         layer.num_states, layer.block_size = len(states), state.block_size
         return self._kernels.gated_delta_net(layer, native_step(meta.of_group(state.group)), qkvz, ba)
+
+
+class TritonDeltaNet:
+    """Our Triton kernels. What they are launched with depends on the numbers of tokens and requests only."""
+
+    def __init__(self, params: DeltaNetParams, weights: DeltaNetWeights) -> None:
+        from argosy_engine.triton_kernels.gated_delta_net import (
+            DeltaNetShape,
+            gated_delta_net,
+            requests_of_tokens,
+        )
+
+        self._shape = DeltaNetShape(
+            params.num_key_heads,
+            params.num_value_heads,
+            params.key_dim,
+            params.value_dim,
+            params.kernel_size,
+        )
+        self._weights = weights
+        self._run, self._requests_of_tokens = gated_delta_net, requests_of_tokens
+
+    def __call__(
+        self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        meta = meta.of_group(state.group)
+        requests: torch.Tensor | None = meta.shared.get(TritonDeltaNet)
+        if requests is None:
+            requests = self._requests_of_tokens(meta.query_start_loc, len(qkvz))
+            meta.shared[TritonDeltaNet] = requests
+        return self._run(
+            self._shape,
+            qkvz,
+            ba,
+            *self._weights,
+            *state.states,
+            requests,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            state.block_size,
+            norm_eps=NORM_EPS,
+        )
 
 
 class TorchDeltaNet:

@@ -1,0 +1,1 @@
+"""The kernels of Gated DeltaNets against float64, step by step over blocks with stale states."""
