@@ -102,24 +102,21 @@ def _delta_inputs(
     is_value = head >= 2 * KEY_HEADS
     value_head = head - 2 * KEY_HEADS
     first = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM, head * KEY_DIM)
-    columns = tl.arange(0, HEAD_BLOCK)
-    mask = columns < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    columns += first
+    size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+    size_before = tl.where(computed > 0, size, 0)
+    offsets = tl.arange(0, HEAD_BLOCK)
+    mask, columns = offsets < size, first + offsets
     block = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
     kept_ptr = conv_states_ptr + block * (KERNEL_SIZE - 1) * channels
     total = tl.zeros([HEAD_BLOCK], dtype=tl.float32)
     for tap in tl.static_range(KERNEL_SIZE):
         at = index + (tap + 1 - KERNEL_SIZE)
         factors = tl.load(conv_ptr + tap * channels + columns, mask=mask, other=0.0)
-        new = tl.load(
-            qkvz_ptr + (start + at) * qkvz_stride + columns, mask=mask & (at >= 0), other=0.0
-        ).to(tl.float32)
-        kept = tl.load(
-            kept_ptr + (KERNEL_SIZE - 1 + at) * channels + columns,
-            mask=mask & (at < 0) & (computed > 0),
-            other=0.0,
-        ).to(tl.float32)
-        total += (new + kept) * factors
+        new_ptr = qkvz_ptr + (start + at) * qkvz_stride + columns
+        new = tl.load(new_ptr, mask=offsets < tl.where(at >= 0, size, 0), other=0.0)
+        before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels + columns
+        before = tl.load(before_ptr, mask=offsets < tl.where(at < 0, size_before, 0), other=0.0)
+        total += (new.to(tl.float32) + before.to(tl.float32)) * factors
     mixed = silu(total)
     if not is_value:
         mixed *= tl.rsqrt(tl.sum(mixed * mixed, axis=0) + norm_eps) * tl.where(head < KEY_HEADS, q_scale, 1.0)
@@ -154,20 +151,18 @@ def _keep_inputs(
     if start == end:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < channels
+    channels_before = tl.where(computed > 0, channels, 0)
     source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
     target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
     kept_ptr = conv_states_ptr + source * (KERNEL_SIZE - 1) * channels + columns
     target_ptr = conv_states_ptr + target * (KERNEL_SIZE - 1) * channels + columns
     for row in tl.static_range(KERNEL_SIZE - 1):  # in this order, because source and target may be one
         at = end - start + (row + 1 - KERNEL_SIZE)
-        new = tl.load(
-            qkvz_ptr + (start + at).to(tl.int64) * qkvz_stride + columns, mask=mask & (at >= 0), other=0.0
-        )
-        kept = tl.load(
-            kept_ptr + (KERNEL_SIZE - 1 + at) * channels, mask=mask & (at < 0) & (computed > 0), other=0.0
-        )
-        tl.store(target_ptr + row * channels, tl.where(at >= 0, new, kept), mask=mask)
+        new_ptr = qkvz_ptr + (start + at).to(tl.int64) * qkvz_stride + columns
+        new = tl.load(new_ptr, mask=columns < tl.where(at >= 0, channels, 0), other=0.0)
+        before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels
+        before = tl.load(before_ptr, mask=columns < tl.where(at < 0, channels_before, 0), other=0.0)
+        tl.store(target_ptr + row * channels, tl.where(at >= 0, new, before), mask=columns < channels)
 
 
 @triton.jit
@@ -200,25 +195,29 @@ def _delta_rule(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_mask, column_mask = rows < KEY_DIM, columns < VALUE_DIM
     mask = row_mask[:, None] & column_mask[None, :]
+    mask_before = (rows < tl.where(computed > 0, KEY_DIM, 0))[:, None] & column_mask[None, :]
     places = head * (KEY_DIM * VALUE_DIM) + rows[:, None] * VALUE_DIM + columns[None, :]
     source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
     target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
     size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    state = tl.load(states_ptr + source * size + places, mask=mask & (computed > 0), other=0.0)
+    state = tl.load(states_ptr + source * size + places, mask=mask_before, other=0.0)
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + rows
     k_at = KEY_HEADS * KEY_DIM + q_at
     v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-    for token in range(start, end):
-        row = qkv_ptr + token.to(tl.int64) * channels
-        gates_at = token * VALUE_HEADS + head
+    first = start.to(tl.int64)
+    row, out = qkv_ptr + first * channels, read_ptr + (first * VALUE_HEADS + head) * VALUE_DIM
+    gates_at = first * VALUE_HEADS + head
+    for _ in range(start, end):
         q = tl.load(row + q_at, mask=row_mask, other=0.0)
         k = tl.load(row + k_at, mask=row_mask, other=0.0)
         v = tl.load(row + v_at, mask=column_mask, other=0.0)
         state *= tl.load(decay_ptr + gates_at)
         change = (v - tl.sum(state * k[:, None], axis=0)) * tl.load(rate_ptr + gates_at)
         state += k[:, None] * change[None, :]
-        out = read_ptr + (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
         tl.store(out + columns, tl.sum(state * q[:, None], axis=0), mask=column_mask)
+        row += channels
+        out += VALUE_HEADS * VALUE_DIM
+        gates_at += VALUE_HEADS
     tl.store(states_ptr + target * size + places, state, mask=mask)
 
 
@@ -227,6 +226,7 @@ def _gated_norm(
     read_ptr,
     z_ptr,
     norm_ptr,
+    num_tokens_ptr,
     out_ptr,
     z_stride,
     eps,
@@ -234,16 +234,17 @@ def _gated_norm(
     VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
-    """One head of one token per program."""
+    """One head of one token per program. Padding becomes 0."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
-    mask = columns < VALUE_DIM
+    size = tl.where(token < tl.load(num_tokens_ptr), VALUE_DIM, 0)
+    mask = columns < size
     place = (token * VALUE_HEADS + head) * VALUE_DIM + columns
     read = tl.load(read_ptr + place, mask=mask, other=0.0)
     z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + columns, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + columns, mask=mask, other=0.0)
     normed = read * tl.rsqrt(tl.sum(read * read, axis=0) / VALUE_DIM + eps) * weight
-    tl.store(out_ptr + place, (normed * silu(z)).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + place, (normed * silu(z)).to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
 
 
 def requests_of_tokens(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -380,6 +381,7 @@ def gated_delta_net(
         read_ptr=read,
         z_ptr=z,
         norm_ptr=norm,
+        num_tokens_ptr=starts[num_requests:],
         out_ptr=out,
         z_stride=z.stride(0),
         eps=eps,
