@@ -1,4 +1,4 @@
-"""A Gated DeltaNet between its projections equals a token-by-token computation in float64, over blocks with stale states."""
+"""A Gated DeltaNet between its projections equals what float64 gives token by token, over blocks with stale states."""
 
 from __future__ import annotations
 

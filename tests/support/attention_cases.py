@@ -82,8 +82,8 @@ def model_inputs(token_ids: list[int], start: int, tables: torch.Tensor, block_s
 def sequence_inputs(
     model: CausalLM, token_ids: list[int], start: int, num_tokens: int, block_size: int
 ) -> ModelInputs:
-    """Return a step of one request of `num_tokens` tokens, as `model_inputs`, for a model with any KV cache groups, which
-    `bind_sequence` has bound."""
+    """Return a step of one request of `num_tokens` tokens, as `model_inputs`, for a model that `bind_sequence` has
+    bound, with any KV cache groups."""
     groups, count = layer_groups(model, block_size), -(-num_tokens // block_size)
     end = start + len(token_ids)
     metas = []

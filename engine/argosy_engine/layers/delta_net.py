@@ -239,7 +239,9 @@ def _places(meta: AttentionMetadata, kernel_size: int) -> _Places:
         count, earlier = len(starts) - 1, kernel_size - 1
         requests = np.arange(count)
         tokens = np.arange(starts[-1]) + np.repeat((requests + 1) * earlier, np.diff(starts))
-        firsts = ((each + requests * earlier)[:, None] + np.arange(earlier) for each in (starts[:-1], starts[1:]))
+        firsts = (
+            (each + requests * earlier)[:, None] + np.arange(earlier) for each in (starts[:-1], starts[1:])
+        )
         device = meta.block_table.device
         found = _Places(*(torch.from_numpy(each.reshape(-1)).to(device) for each in (tokens, *firsts)))
         meta.shared[_Places, kernel_size] = found

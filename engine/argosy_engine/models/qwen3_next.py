@@ -19,11 +19,8 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.moe import SparseMLP
-from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.model_configs.qwen3_next_config import Qwen3NextConfig
-from argosy_engine.model_configs.sharding import Shard
-from argosy_engine.models.llama import MLP, GatedMLP
+from argosy_engine.models.llama import MLP, make_mlp
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -50,7 +47,7 @@ class GatedAttention:
         rotary: RotaryEmbedding,
     ) -> None:
         hidden, head_dim, eps = config.hidden_size, params.head_dim, config.rms_norm_eps
-        order = rotated_pairs(head_dim, config.rotary_dim)
+        order = runs(config.rope.head_order(head_dim) or range(head_dim))
         q, k, v = factory.sharding.qkv(params)
         # Of each head the checkpoint has the query's rows, then the gate's.
         heads = range(q.start // head_dim, q.stop // head_dim)
@@ -71,7 +68,7 @@ class GatedAttention:
             prefix + "o_proj", params.num_heads * head_dim, hidden, bias=config.output_bias
         )
         q_norm, k_norm = (
-            factory.weights.take(f"{prefix}{name}.weight", head_dim, shard=Shard(0, order))
+            factory.head_weight(f"{prefix}{name}.weight", head_dim, config.rope)
             .to(torch.float32, copy=True)
             .add_(1.0)
             for name in ("q_norm", "k_norm")
@@ -126,17 +123,15 @@ class GatedDeltaNet:
         return self.output(self.delta_net(self.qkvz(x), self.ba(x), meta))
 
 
-def rotated_pairs(head_dim: int, rotary_dim: int) -> tuple[range, ...]:
-    """Return a head's elements in the order in which the pairs that are rotated lie half a head apart, the others
-    behind them in each half."""
-    half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    parts = (
-        range(half),
-        range(rotary_dim, rotary_dim + rest),
-        range(half, rotary_dim),
-        range(rotary_dim + rest, head_dim),
-    )
-    return tuple(part for part in parts if part)
+def runs(order: Sequence[int]) -> list[range]:
+    """Return an order of indices as ranges."""
+    found: list[range] = []
+    for index in order:
+        if found and found[-1].stop == index:
+            found[-1] = range(found[-1].start, index + 1)
+        else:
+            found.append(range(index, index + 1))
+    return found
 
 
 def by_part(groups: range, sizes: Sequence[int]) -> list[range]:
@@ -153,34 +148,6 @@ def _moved(ranges: Sequence[range], start: int) -> list[range]:
     return [range(each.start + start, each.stop + start) for each in ranges]
 
 
-class SharedExpertMLP:
-    """A sparse MLP, and an expert for all tokens, whose output is multiplied by sigmoid(gate)."""
-
-    input_quantization: RowQuantization | None = None
-
-    def __init__(self, config: Qwen3NextConfig, factory: LayerFactory, prefix: str) -> None:
-        hidden = config.hidden_size
-        self.sparse = SparseMLP(
-            factory,
-            prefix,
-            hidden,
-            config.moe_intermediate_size,
-            num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok,
-            normalises=config.norm_topk_prob,
-        )
-        self.shared = GatedMLP(
-            factory, prefix + "shared_expert.", hidden, config.shared_expert_intermediate_size, bias=False
-        )
-        self.gate = factory.linear({prefix + "shared_expert_gate": 1}, hidden, keeps_precision=True)
-
-    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """See `llama.MLP`."""
-        assert isinstance(x, torch.Tensor)
-        shared = self.shared(x, slot_mapping).mul_(self.gate(x).sigmoid())
-        return self.sparse(x, slot_mapping).add_(shared)
-
-
 class HybridLayer:
     """A Gated DeltaNet or gated attention, and an MLP, each after an RMSNorm.
 
@@ -195,6 +162,7 @@ class HybridLayer:
         index: int,
         params: AttentionParams | None,
         rotary: RotaryEmbedding,
+        mlp: MLP,
     ) -> None:
         prefix, hidden, eps = f"model.layers.{index}.", config.hidden_size, config.rms_norm_eps
         self.mixer: GatedAttention | GatedDeltaNet
@@ -205,13 +173,9 @@ class HybridLayer:
         self.input_norm = factory.input_norm(
             prefix + "input_layernorm", hidden, eps, feeds=self.mixer, adds_one=True
         )
-        self.mlp: MLP
-        if config.is_sparse(index):
-            self.mlp = SharedExpertMLP(config, factory, prefix + "mlp.")
-        else:
-            self.mlp = GatedMLP(factory, prefix + "mlp.", hidden, config.intermediate_size, bias=False)
+        self.mlp = mlp
         self.post_norm = factory.input_norm(
-            prefix + "post_attention_layernorm", hidden, eps, feeds=self.mlp, adds_one=True
+            prefix + "post_attention_layernorm", hidden, eps, feeds=mlp, adds_one=True
         )
 
     def __call__(
@@ -234,20 +198,23 @@ class Qwen3Next:
     """Embedding, layers, final norm and output head."""
 
     checkpoint_prefix = "model."
-    ignored_tensors = (r"(model\.)?mtp\..*", r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(self, config: Qwen3NextConfig, factory: LayerFactory) -> None:
         self.config = config
         vocab_size, hidden = config.vocab_size, config.hidden_size
         before = factory.before_layers(is_tied=config.tie_word_embeddings)
         self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
-        frequencies = torch.zeros(config.head_dim // 2)
-        frequencies[: config.rotary_dim // 2] = inverse_frequencies(config.rope, config.rotary_dim)
-        rotary = RotaryEmbedding(frequencies, factory.max_positions, factory.dtype, factory.device)
+        rotary = factory.rotary(config.rope, config.head_dim)
         attention = iter(config.attention_layers)
         self.layers = [
             HybridLayer(
-                config, factory, index, next(attention) if kind == "full_attention" else None, rotary
+                config,
+                factory,
+                index,
+                next(attention) if kind == "full_attention" else None,
+                rotary,
+                make_mlp(config, factory, f"model.layers.{index}.", index),
             )
             for index, kind in enumerate(config.layer_types)
         ]
@@ -257,9 +224,7 @@ class Qwen3Next:
 
     @property
     def attention_layers(self) -> list[Attention]:
-        return [
-            layer.mixer.attention for layer in self.layers if isinstance(layer.mixer, GatedAttention)
-        ]
+        return [layer.mixer.attention for layer in self.layers if isinstance(layer.mixer, GatedAttention)]
 
     @property
     def state_layers(self) -> list[StateLayer]:

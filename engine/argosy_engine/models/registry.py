@@ -74,30 +74,38 @@ class _Family(NamedTuple):
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
 _QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
+_LLAMAS = (
+    *(
+        "Dots1",
+        "Ernie4_5",
+        "Ernie4_5_Moe",
+        "Exaone4",
+        "Glm",
+        "Glm4",
+        "Glm4Moe",
+        "GptOss",
+        "Granite",
+        "GraniteMoe",
+    ),
+    *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
+    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"),
+)
+"""Decoders of `llama_config`."""
+
+
+def _family(name: str, config: str, model: str) -> _Family:
+    return _Family(config, model, f"{name}Model", f"{name}ForSequenceClassification")
+
+
 _FAMILIES = {
-    "GPT2LMHeadModel": _Family(
-        "gpt2_config:GPT2Config", "gpt2:GPT2", "GPT2Model", "GPT2ForSequenceClassification"
-    ),
-    "Gemma2ForCausalLM": _Family(*_GEMMA, "Gemma2Model", "Gemma2ForSequenceClassification"),
-    "Gemma3ForCausalLM": _Family(*_GEMMA, "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
-    "LlamaForCausalLM": _Family(*_LLAMA, "LlamaModel", "LlamaForSequenceClassification"),
-    "MistralForCausalLM": _Family(*_LLAMA, "MistralModel", "MistralForSequenceClassification"),
-    "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT", "OPTModel", "OPTForSequenceClassification"),
-    "Qwen2ForCausalLM": _Family(*_LLAMA, "Qwen2Model", "Qwen2ForSequenceClassification"),
-    "Qwen3ForCausalLM": _Family(*_LLAMA, "Qwen3Model", "Qwen3ForSequenceClassification"),
-    "Qwen3MoeForCausalLM": _Family(
-        "llama_config:Qwen3MoeConfig",
-        "qwen3_moe:Qwen3Moe",
-        "Qwen3MoeModel",
-        "Qwen3MoeForSequenceClassification",
-    ),
-    "Qwen3NextForCausalLM": _Family(*_QWEN3_NEXT, "Qwen3NextModel", "Qwen3NextForSequenceClassification"),
-    "Qwen3_5ForCausalLM": _Family(
-        *_QWEN3_NEXT, "Qwen3_5TextModel", "Qwen3_5TextForSequenceClassification"
-    ),
-    "Qwen3_5MoeForCausalLM": _Family(
-        *_QWEN3_NEXT, "Qwen3_5MoeTextModel", "Qwen3_5MoeTextForSequenceClassification"
-    ),
+    "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
+    "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
+    "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
+    "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
+    **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
+    "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
+    "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),
+    "Qwen3_5MoeForCausalLM": _family("Qwen3_5MoeText", *_QWEN3_NEXT),
 }
 """By the architecture that generates."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -158,6 +166,11 @@ def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[Mode
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the model class of an architecture of ours."""
     return _load("models", _FAMILIES[_GENERATING[architecture]].model)
+
+
+def falls_back(architecture: str, model_impl: ModelImpl) -> bool:
+    """Whether transformers' code may run an architecture of ours whose config asks for more than ours computes."""
+    return model_impl == "auto" and architecture in _FAMILIES
 
 
 def architectures() -> list[str]:

@@ -130,6 +130,10 @@ def estimate_weights(
     return total * itemsize + fp8_bytes
 
 
+_EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
+"""In the names of experts' tensors."""
+
+
 def rank_elements(
     config: ModelConfig, elements: Mapping[str, int], size: int, expert_size: int | None = None
 ) -> dict[str, int]:
@@ -144,7 +148,7 @@ def rank_elements(
     held = {
         name: count
         if count <= widest
-        else -(-count // (expert_size if expert_size and ".experts." in name else size))
+        else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
     # KV heads that several ranks hold

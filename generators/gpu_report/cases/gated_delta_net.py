@@ -21,7 +21,9 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                 _call(DeltaNetShape(16, value_heads, 128, 128, 4), dtype),
                 is_sampled=value_heads == 32 and dtype is torch.bfloat16,
             )
-    yield Case("bf16, 2 key heads, 4 value heads of 128", _call(DeltaNetShape(2, 4, 128, 128, 4), torch.bfloat16))
+    yield Case(
+        "bf16, 2 key heads, 4 value heads of 128", _call(DeltaNetShape(2, 4, 128, 128, 4), torch.bfloat16)
+    )
     yield Case("bf16, 4 heads of 256 and 192", _call(DeltaNetShape(4, 4, 256, 192, 4), torch.bfloat16))
 
 
