@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
+from argosy_engine.checkpoint.stored_tensors import with_stored_experts
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model, plan_weights
@@ -42,7 +43,8 @@ def logits_of(
         sharding=sharding,
         communicator=communicator,
     )
-    assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
+    planned = config if load_format == "dummy" else with_stored_experts(path, config)
+    assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements
     model, count = loaded.model, len(TOKENS)
     bind_sequence(model, count, BLOCK_SIZE)
     steps = []

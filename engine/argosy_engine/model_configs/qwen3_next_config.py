@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from argosy_engine.attention.params import AttentionParams, DeltaNetParams, StateParams
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig, qwen_sparse
 from argosy_engine.model_configs.model_config import RawConfig, layer_count
 
@@ -112,5 +113,6 @@ class Qwen3NextConfig(LlamaConfig, frozen=True, kw_only=True):
                 "shared_size": raw.get("shared_expert_intermediate_size", 512),
                 "shared": "shared_expert",
                 "has_shared_gate": True,
+                "names": ExpertNames() if is_next else ExpertNames(or_stacked=("gate_up_proj", "down_proj")),
             }
         }

@@ -60,8 +60,8 @@ def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
         )
     if size > 1 and config.state_layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {size}: layers of {config.architecture} keep a state per request, which stages do "
-            "not support; use --tensor-parallel-size or --data-parallel-size"
+            f"--pipeline-parallel-size {size}: layers of {config.architecture} keep a state per request, which stages "
+            "do not support; use --tensor-parallel-size or --data-parallel-size"
         )
     if size > config.num_hidden_layers:
         raise ConfigError(
