@@ -147,16 +147,24 @@ class TritonDeltaNet:
         self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
     ) -> torch.Tensor:
         meta = meta.of_group(state.group)
-        requests: torch.Tensor | None = meta.shared.get(TritonDeltaNet)
-        if requests is None:
-            requests = self._requests_of_tokens(meta.query_start_loc, len(qkvz))
-            meta.shared[TritonDeltaNet] = requests
+        requests: torch.Tensor | None = None
+        if len(qkvz) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
+            requests = meta.shared.get(TritonDeltaNet)
+            if requests is None:
+                requests = self._requests_of_tokens(meta.query_start_loc, len(qkvz))
+                meta.shared[TritonDeltaNet] = requests
+        weights, (conv_states, states) = self._weights, state.states
         return self._run(
             self._shape,
             qkvz,
             ba,
-            *self._weights,
-            *state.states,
+            weights.conv,
+            weights.rates,
+            weights.dt_bias,
+            weights.norm,
+            weights.eps,
+            conv_states,
+            states,
             requests,
             meta.query_start_loc,
             meta.seq_lens,

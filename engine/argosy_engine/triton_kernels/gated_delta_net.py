@@ -94,7 +94,10 @@ def _delta_inputs(
 ):
     """One head of q, k or v of one token per program."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    request = tl.minimum(tl.load(requests_ptr + token), num_requests - 1)
+    if requests_ptr is None:
+        request = token
+    else:
+        request = tl.minimum(tl.load(requests_ptr + token), num_requests - 1).to(tl.int64)
     start, end, computed = _tokens(starts_ptr, lens_ptr, request)
     if token >= end:
         return
@@ -268,7 +271,7 @@ def gated_delta_net(
     eps: float,
     conv_states: torch.Tensor,
     states: torch.Tensor,
-    requests: torch.Tensor,
+    requests: torch.Tensor | None,
     starts: torch.Tensor,
     lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -286,7 +289,7 @@ def gated_delta_net(
         norm: float32 [value_dim]; eps: of this norm.
         conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
         states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
-        requests: `requests_of_tokens`.
+        requests: `requests_of_tokens`; None: each request has one token, or is padding behind those that have.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.

@@ -22,17 +22,22 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                 is_sampled=value_heads == 32 and dtype is torch.bfloat16,
             )
     yield Case(
+        "bf16, 16 key heads, 32 value heads of 128, decodes",
+        _call(DeltaNetShape(16, 32, 128, 128, 4), torch.bfloat16, has_prompts=False),
+        is_sampled=True,
+    )
+    yield Case(
         "bf16, 2 key heads, 4 value heads of 128", _call(DeltaNetShape(2, 4, 128, 128, 4), torch.bfloat16)
     )
     yield Case("bf16, 4 heads of 256 and 192", _call(DeltaNetShape(4, 4, 256, 192, 4), torch.bfloat16))
 
 
-def _call(shape: DeltaNetShape, dtype: torch.dtype) -> Callable[[], object]:
+def _call(shape: DeltaNetShape, dtype: torch.dtype, *, has_prompts: bool = True) -> Callable[[], object]:
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device="cuda")
 
     def call() -> object:
-        tokens, rows = 64, 8
+        tokens, rows = 64, 8 if has_prompts else 64
         heads = shape.num_value_heads
         starts = empty(rows + 1, dtype=torch.int32)
         return gated_delta_net(
@@ -46,7 +51,7 @@ def _call(shape: DeltaNetShape, dtype: torch.dtype) -> Callable[[], object]:
             1e-6,
             empty(4, shape.kernel_size - 1, shape.num_channels, dtype=dtype),
             empty(4, heads, shape.key_dim, shape.value_dim),
-            requests_of_tokens(starts, tokens),
+            requests_of_tokens(starts, tokens) if has_prompts else None,
             starts,
             empty(rows, dtype=torch.int32),
             empty(rows, 64, dtype=torch.int32),
