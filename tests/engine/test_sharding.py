@@ -69,9 +69,9 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors-channel", "compressed-tensors-tensor"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe-mixed", "qwen3-next", "qwen3.5"])
 def test_ranks_take_their_part_of_fp8_weights_and_scales(name: str, form: str, tmp_path: Path) -> None:
-    make_checkpoint(KINDS[name], tmp_path)
+    make_checkpoint(replace(KINDS[name], is_sharded=False), tmp_path)
     quantize_checkpoint(tmp_path, form)
     with torch.inference_mode():
         expected = logits_of(tmp_path)

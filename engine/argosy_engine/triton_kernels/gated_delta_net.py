@@ -62,7 +62,7 @@ def _block_after(table_ptr, table_stride, request, num_tokens, BLOCK_SIZE: tl.co
     return tl.load(table_ptr + request * table_stride + entry).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _delta_inputs(
     qkvz_ptr,
     ba_ptr,
@@ -224,13 +224,14 @@ def _delta_rule(
     tl.store(states_ptr + target * size + places, state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _gated_norm(
     read_ptr,
     z_ptr,
     norm_ptr,
-    num_tokens_ptr,
+    starts_ptr,
     out_ptr,
+    num_requests,
     z_stride,
     eps,
     VALUE_HEADS: tl.constexpr,
@@ -240,7 +241,7 @@ def _gated_norm(
     """One head of one token per program. Padding becomes 0."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
-    size = tl.where(token < tl.load(num_tokens_ptr), VALUE_DIM, 0)
+    size = tl.where(token < tl.load(starts_ptr + num_requests), VALUE_DIM, 0)
     mask = columns < size
     place = (token * VALUE_HEADS + head) * VALUE_DIM + columns
     read = tl.load(read_ptr + place, mask=mask, other=0.0)
@@ -384,8 +385,9 @@ def gated_delta_net(
         read_ptr=read,
         z_ptr=z,
         norm_ptr=norm,
-        num_tokens_ptr=starts[num_requests:],
+        starts_ptr=starts,
         out_ptr=out,
+        num_requests=num_requests,
         z_stride=z.stride(0),
         eps=eps,
         VALUE_HEADS=shape.num_value_heads,
