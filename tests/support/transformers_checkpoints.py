@@ -119,10 +119,11 @@ _OWN_TEXT: dict[str, dict[str, Any]] = {
 """Fields of the text parts of wrappers, besides those of their model types."""
 
 
-def small_wrapper_config(model_type: str, **text: Any) -> Any:
+def small_wrapper_config(model_type: str, text_type: str | None = None, **text: Any) -> Any:
     """Return a small config of a model type with parts for images.
 
     Args:
+        text_type: model type of the text part; None: the usual one.
         text: fields of the text part.
     """
     config_class = CONFIG_MAPPING[model_type]
@@ -131,9 +132,11 @@ def small_wrapper_config(model_type: str, **text: Any) -> Any:
     for name in config_class.sub_configs:
         part = getattr(default, name)
         if part is default.get_text_config():
-            parts[name] = small_config(
-                part.model_type, type(part), **{**_OWN_TEXT.get(model_type, {}), **text}
-            )
+            own = {**_OWN_TEXT.get(model_type, {}), **text}
+            if text_type is None:
+                parts[name] = small_config(part.model_type, type(part), **own)
+            else:
+                parts[name] = small_config(text_type, **own)
         elif part is not None:
             known = part.to_dict()
             fields = {field: value for field, value in _SMALL_PART.items() if known.get(field) is not None}
