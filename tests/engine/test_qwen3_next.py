@@ -72,6 +72,14 @@ def test_greedy_tokens_are_those_of_transformers(
     assert isinstance(load_model_config(tmp_path), Qwen3NextConfig)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) -> None:
+    reference = write_checkpoint("qwen3_5_text", tmp_path, **SMALL, linear_value_head_dim=32)
+    found = served(reference, tmp_path, model_impl="argosy", async_scheduling=async_scheduling)
+    assert found[:2] == ("served", "")
+    assert found.preemptions
+
+
 def stack_experts(path: Path) -> None:
     """Store the experts of each layer in two tensors, as Qwen publishes them."""
     file = path / "model.safetensors"
