@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from argosy_engine.checkpoint.model_path import resolve_model
 
@@ -167,6 +171,13 @@ def small_config(model_type: str, config_class: Any = None, **own: Any) -> Any:
     }
     fields |= _OWN.get(model_type, {}) | own
     return config_class(**{name: value for name, value in fields.items() if value is not None})
+
+
+def architecture_of(model_type: str) -> str:
+    """Return the name of transformers' class that generates text."""
+    if model_type in WRAPPER_TYPES:
+        return str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 QWEN3_5_TEMPLATE = """\

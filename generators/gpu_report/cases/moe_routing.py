@@ -44,7 +44,8 @@ def _call(
     held: range | None = None,
     *,
     is_sigmoid: bool = False,
-    **groups: int,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
 ) -> Callable[[], object]:
     def call() -> object:
         logits = torch.empty(tokens, experts, dtype=dtype, device="cuda")
@@ -59,7 +60,8 @@ def _call(
             held=held,
             is_sigmoid=is_sigmoid,
             correction=correction,
-            **groups,
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
         )
 
     return call
