@@ -27,9 +27,10 @@ _HEAD = """\
 
 What an engine makes of each `model_type` in config.json. Tests hold a small random checkpoint of each against
 transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted. *argosy* is the engine's own
-code, with FP8, tensor, expert and, without states, pipeline parallelism, pooling and every attention backend; *transformers* is
-[transformers' modelling code](../serving.md#other-architectures) over the same KV cache, on one device. Attention is
-over all tokens, a window or chunks, as the tests' configs ask for; other configs of a type may ask for less or more.
+code, with FP8, tensor, expert and, without states, pipeline parallelism, pooling and every attention backend;
+*transformers* is [transformers' modelling code](../serving.md#other-architectures) over the same KV cache, on one
+device. Attention is over all tokens, a window or chunks, as the tests' configs ask for; other configs of a type may ask
+for less or more.
 
 | `model_type` | architecture | code | layers |
 |---|---|---|---|

@@ -64,7 +64,10 @@ def planned_groups(
     groups = group_layers(
         [
             *(layer.kv_cache_spec(block_size, itemsize) for layer in layers),
-            *(layer.of_rank(tensor_parallel_size).kv_cache_spec(state_itemsize) for layer in config.state_layers),
+            *(
+                layer.of_rank(tensor_parallel_size).kv_cache_spec(state_itemsize)
+                for layer in config.state_layers
+            ),
         ]
     )
     if pipeline_parallel_size == 1:
