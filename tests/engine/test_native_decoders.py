@@ -49,6 +49,8 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("phi3", PARTIAL_ROPE, False),
     ("qwen2_moe", {}, False),
     ("qwen2_moe", {}, True),
+    ("solar_open", {**GROUPS, "attention_bias": True}, False),
+    ("solar_open", {"n_shared_experts": 2}, True),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
 

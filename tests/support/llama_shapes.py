@@ -79,5 +79,9 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 20,
                  "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    ("solar_open", {}),
+    ("solar_open", {**GROUPS, "attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 2}),
+    ("solar_open", {"tie_word_embeddings": True, "rope_parameters": _YARN, "num_experts_per_tok": 3,
+                    "mlp_bias": True}),  # which it does not know
 ]  # fmt: skip
 """Model types, with fields of their configs besides those of `small_config`."""
