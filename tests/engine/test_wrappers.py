@@ -404,7 +404,7 @@ def test_fields_of_the_text_part_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_fields_that_transformers_reads_can_be_overridden(tmp_path: Path) -> None:
-    write_checkpoint("helium", tmp_path)
+    write_checkpoint("arcee", tmp_path)
 
     def overridden(**fields: Any) -> Any:
         return load_model_config(tmp_path, ModelUse(hf_overrides=HfOverrides.of(fields)))
