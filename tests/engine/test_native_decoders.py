@@ -42,6 +42,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("gpt_oss", {}, True),
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
+    ("helium", {"attention_bias": True, "mlp_bias": True}, False),
     ("minimax_m2", {"rotary_dim": 12}, False),
     ("minimax_m2", {}, True),
     ("ministral3", TEMPERATURE, False),

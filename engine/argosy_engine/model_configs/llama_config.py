@@ -363,6 +363,17 @@ def _smollm3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _helium(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-8),
+        "output_bias": False,
+        "rope_theta": 1e5,
+        "is_interleaved": True,
+        "positions": raw.get("max_position_embeddings", 4096),
+    }
+
+
 def _olmo2(raw: RawConfig) -> dict[str, Any]:
     return {"rms_norm_eps": raw.get("rms_norm_eps", 1e-5), "qk_norm": "width", "norms": "outputs"}
 
@@ -617,6 +628,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "HeliumForCausalLM": _helium,
     "LlamaForCausalLM": _llama,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
@@ -644,6 +656,7 @@ _KV_HEADS = {
         (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
         (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss", "SolarOpen")),
         (16, ("Qwen2Moe",)),
+        (20, ("Helium",)),
         (32, ("Dots1", "Exaone4", "Qwen2", "Qwen3")),
     )
     for name in names
