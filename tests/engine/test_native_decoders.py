@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import parse_config
-from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS
+from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS, PARTIAL_ROPE, TEMPERATURE
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config, write_checkpoint
@@ -42,13 +42,16 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("gpt_oss", {}, True),
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
+    ("helium", {"attention_bias": True, "mlp_bias": True}, False),
     ("minimax_m2", {"rotary_dim": 12}, False),
     ("minimax_m2", {}, True),
-    ("ministral3", LLAMA_SHAPES[26][1], False),
+    ("ministral3", TEMPERATURE, False),
     ("olmo2", {"attention_bias": True}, False),
-    ("phi3", LLAMA_SHAPES[37][1], False),
+    ("phi3", PARTIAL_ROPE, False),
     ("qwen2_moe", {}, False),
     ("qwen2_moe", {}, True),
+    ("solar_open", {**GROUPS, "attention_bias": True}, False),
+    ("solar_open", {"n_shared_experts": 2}, True),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
 

@@ -363,6 +363,17 @@ def _smollm3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _helium(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-8),
+        "output_bias": False,
+        "rope_theta": 1e5,
+        "is_interleaved": True,
+        "positions": raw.get("max_position_embeddings", 4096),
+    }
+
+
 def _olmo2(raw: RawConfig) -> dict[str, Any]:
     return {"rms_norm_eps": raw.get("rms_norm_eps", 1e-5), "qk_norm": "width", "norms": "outputs"}
 
@@ -509,6 +520,25 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _solar_open(raw: RawConfig) -> dict[str, Any]:
+    inner = raw.get("moe_intermediate_size", 1280)
+    return {
+        "intermediate_size": inner,  # no layer is dense, and its configs need not say one
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "output_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 1e6,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "experts": {
+            "routing": _deepseek_v3_routing(raw, normalises=True),
+            "inner": inner,
+            "is_sparse": _all(raw, True),
+            "shared_size": inner * raw.get("n_shared_experts", 1),
+        },
+    }
+
+
 def _dots1(raw: RawConfig) -> dict[str, Any]:
     layers, window = layer_count(raw), raw.get("sliding_window", 4096)
     first = raw.get("max_window_layers", 62)
@@ -598,6 +628,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "HeliumForCausalLM": _helium,
     "LlamaForCausalLM": _llama,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
@@ -613,6 +644,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
+    "SolarOpenForCausalLM": _solar_open,
 }
 """By the architecture: fields of LlamaConfig; `positions`, the context that the config tells; and of RopeParameters
 `is_interleaved`, and what holds for configs without `rope_theta` or, where a part of a head may be rotated, without
@@ -622,8 +654,9 @@ _KV_HEADS = {
     for count, names in (
         (2, ("Ernie4_5", "Glm", "Glm4")),
         (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
-        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss")),
+        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss", "SolarOpen")),
         (16, ("Qwen2Moe",)),
+        (20, ("Helium",)),
         (32, ("Dots1", "Exaone4", "Qwen2", "Qwen3")),
     )
     for name in names

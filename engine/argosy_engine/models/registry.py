@@ -85,9 +85,10 @@ _LLAMAS = (
         "GptOss",
         "Granite",
         "GraniteMoe",
+        "Helium",
     ),
     *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
-    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"),
+    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen"),
 )
 """Decoders of `llama_config`."""
 
