@@ -14,8 +14,9 @@ import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.flash_attn_versions import installed_versions, version_for
+from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.triton_attn import max_query_len, prepare
 from argosy_engine.errors import ConfigError
 
@@ -38,6 +39,9 @@ class FlashAttnBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> FlashAttention:
         return FlashAttention(params, weights, self._attend)
+
+    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
+        return None
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from argosy_engine.attention.flash_attn_versions import V2_PAGE_SIZE, installed_versions
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, LayerParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.native.build import NativeUnavailable, usable_variant
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from argosy_engine.attention.backend import AttentionBackend
 
 AUTO = "auto"
+
+_NO_LATENTS = "it computes no multi-head latent attention"
 
 _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
@@ -40,8 +42,16 @@ class AttentionNeeds(NamedTuple):
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     block_size: int
-    layers: Sequence[AttentionParams]
+    layers: Sequence[LayerParams]
     has_fp8_kv_cache: bool = False
+
+    @property
+    def plain_layers(self) -> list[AttentionParams]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionParams)]
+
+    @property
+    def latent_layers(self) -> list[LatentAttentionParams]:
+        return [layer for layer in self.layers if isinstance(layer, LatentAttentionParams)]
 
 
 class BackendChoice(NamedTuple):
@@ -64,8 +74,12 @@ def select_backend(
         unavailable: backends that were found not to work in this process, with the reason.
 
     Raises:
-        ConfigError: the forced backend cannot serve.
+        ConfigError: the forced backend cannot serve, or none can.
     """
+    if needs.has_fp8_kv_cache and needs.latent_layers:
+        raise ConfigError(
+            "--kv-cache-dtype: no attention backend keeps the latents of multi-head latent attention in FP8; use auto"
+        )
     refused: dict[str, str] = {}
     for name, backend in _BACKENDS.items():
         if forced not in (AUTO, name):
@@ -104,6 +118,8 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
         return f"it computes in float32 or bfloat16, not {needs.dtype}"
     if needs.has_fp8_kv_cache:
         return "it keeps keys and values in the model's dtype only (--kv-cache-dtype auto)"
+    if needs.latent_layers:
+        return _NO_LATENTS
     try:
         variant = usable_variant()
     except NativeUnavailable as unavailable:
@@ -111,7 +127,7 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     lanes = variant.lanes
     if needs.block_size % lanes:
         return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
-    for layer in needs.layers:
+    for layer in needs.plain_layers:
         if (reason := _refuse_kinds(layer)) is not None:
             return reason
         if layer.head_dim % lanes or layer.head_dim > _MAX_CPU_HEAD_DIM:
@@ -137,7 +153,9 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
         return f"Triton's interpreter computes wrongly in {needs.dtype}; use --dtype float32 there"
     if find_spec("triton") is None:
         return "triton is not installed"
-    for layer in needs.layers:
+    if needs.latent_layers:
+        return _NO_LATENTS
+    for layer in needs.plain_layers:
         if (reason := _refuse_kinds(layer)) is not None:
             return reason
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
@@ -156,7 +174,7 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return "it keeps keys and values in the dtype of the activations, not in FP8"
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
-    for layer in needs.layers:
+    for layer in needs.plain_layers:
         if layer.head_dim % 8:
             return f"a head size of {layer.head_dim} is not a multiple of 8"
     versions = installed_versions()

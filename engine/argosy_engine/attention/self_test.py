@@ -86,7 +86,7 @@ def self_test(name: str, needs: AttentionNeeds, dtype: torch.dtype, device: torc
         ConfigError: the backend has left the device unusable for this process.
     """
     has_fp8 = needs.has_fp8_kv_cache
-    for params in dict.fromkeys(needs.layers):
+    for params in dict.fromkeys(needs.plain_layers):
         window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
         layer = _TestLayer(replace(params, sliding_window=window), needs.block_size, dtype, device)
         heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
+from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.quantized_rows import Activations, QuantizedRows
 from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
@@ -30,6 +31,9 @@ class TritonBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> TritonAttention:
         return TritonAttention(params, weights)
+
+    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
+        return None
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None

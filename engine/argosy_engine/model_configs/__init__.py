@@ -3,6 +3,7 @@
     model_config           what all families have
     llama_config           Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE
     gemma_config           Gemma 2 and the text part of Gemma 3
+    deepseek_config        DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2_config            GPT-2
     opt_config             OPT
     transformers_config    decoders of transformers' modelling code

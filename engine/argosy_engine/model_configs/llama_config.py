@@ -51,7 +51,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "head_dim": raw.get("head_dim") or (raw["hidden_size"] // heads if heads else None),
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
             "rope": rope,
-            "max_position_embeddings": _positions(rope, positions),
+            "max_position_embeddings": scaled_positions(rope, positions),
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             "qk_norm": architecture.startswith("Qwen3"),
             "attention_bias": has_bias,
@@ -61,7 +61,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         }
 
 
-def _positions(rope: dict[str, Any], positions: Any) -> Any:
+def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
     """Return the context length. Linear and YaRN scaling extend the config's value; Llama 3's already includes it."""
     if rope["kind"] == "linear":
         return int(positions * rope["factor"])

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.attention.params import AttentionParams, StateParams
+from argosy_engine.attention.params import AttentionParams, LayerParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
@@ -65,7 +65,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """What it computes if it is served for pooling; None: it generates."""
 
     @property
-    def attention_layers(self) -> tuple[AttentionParams, ...]:
+    def attention_layers(self) -> tuple[LayerParams, ...]:
         """Constants of each layer's attention. A family whose layers differ in more than the window overrides it."""
         positions = self.max_position_embeddings
         return tuple(
@@ -99,6 +99,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         if (inner := getattr(self, "intermediate_size", None)) is not None:  # not every family has one
             sizes["intermediate_size"] = inner
         return sizes
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Patterns of names of tensors that a checkpoint may have and the model does not use, besides those of its
+        class."""
+        return ()
+
+    def cached_values(self, tensor_parallel_size: int) -> int:
+        """Return the number of elements that a layer keeps of a token on one rank."""
+        return 2 * max(self.num_key_value_heads // tensor_parallel_size, 1) * self.head_dim
+
+    def replicated_elements(self, tensor_parallel_size: int) -> int:
+        """Estimate how many elements of a layer's weights a rank holds beyond an equal share: those of KV heads that
+        several ranks hold."""
+        share = self.num_key_value_heads / tensor_parallel_size
+        return int(2 * self.hidden_size * (max(share, 1) - share) * self.head_dim)
 
     @property
     def pooled_size(self) -> int:

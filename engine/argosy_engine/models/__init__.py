@@ -4,6 +4,7 @@
     llama                  Llama, Mistral, Qwen2 and Qwen3
     qwen3_moe              Qwen3-MoE
     gemma                  Gemma 2 and the text part of Gemma 3
+    deepseek               DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2, opt              GPT-2, OPT
     gpt2_layers            layers of these two
 

@@ -163,7 +163,7 @@ class Llama:
         rotary = factory.rotary(config.rope, config.head_dim)
         self.layers = [
             DecoderLayer(config, factory, index, params, rotary, self.make_mlp)
-            for index, params in factory.own_layers(config.attention_layers)
+            for index, params in factory.own_layers(config.attention_layers, AttentionParams)
         ]
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None

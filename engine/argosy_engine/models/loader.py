@@ -178,7 +178,15 @@ def load_model(
                 path, dtype, device, prefix=prefix, copies=CudaCopies(device), is_wrapped=is_wrapped
             )
         reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix, is_wrapped=is_wrapped)
-        reader.check(plan, [*model_class.ignored_tensors, *_unused_heads(config), *_kv_scales(config)])
+        reader.check(
+            plan,
+            [
+                *model_class.ignored_tensors,
+                *config.unused_tensors,
+                *_unused_heads(config),
+                *_kv_scales(config),
+            ],
+        )
         with (
             LoadProgress(reader.stored_bytes(taken), on_read) as progress,
             streamed.reading(taken) if streamed is not None else nullcontext(),

@@ -16,7 +16,7 @@ from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 if TYPE_CHECKING:
     import torch
 
-    from argosy_engine.attention.layer import Attention
+    from argosy_engine.attention.layer import AttentionLayer
     from argosy_engine.attention.metadata import ModelInputs
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
@@ -41,7 +41,7 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def attention_layers(self) -> Sequence[Attention]:
+    def attention_layers(self) -> Sequence[AttentionLayer]:
         """The attention of each layer."""
         ...
 
@@ -73,12 +73,16 @@ class _Family(NamedTuple):
 
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
+_DEEPSEEK = ("deepseek_config:DeepseekConfig", "deepseek:Deepseek")
 _FAMILIES = {
+    "DeepseekV2ForCausalLM": _Family(*_DEEPSEEK, "DeepseekV2Model", "DeepseekV2ForSequenceClassification"),
+    "DeepseekV3ForCausalLM": _Family(*_DEEPSEEK, "DeepseekV3Model", "DeepseekV3ForSequenceClassification"),
     "GPT2LMHeadModel": _Family(
         "gpt2_config:GPT2Config", "gpt2:GPT2", "GPT2Model", "GPT2ForSequenceClassification"
     ),
     "Gemma2ForCausalLM": _Family(*_GEMMA, "Gemma2Model", "Gemma2ForSequenceClassification"),
     "Gemma3ForCausalLM": _Family(*_GEMMA, "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
+    "Glm4MoeLiteForCausalLM": _Family(*_DEEPSEEK, "Glm4MoeLiteModel", "Glm4MoeLiteForSequenceClassification"),
     "LlamaForCausalLM": _Family(*_LLAMA, "LlamaModel", "LlamaForSequenceClassification"),
     "MistralForCausalLM": _Family(*_LLAMA, "MistralModel", "MistralForSequenceClassification"),
     "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT", "OPTModel", "OPTForSequenceClassification"),
