@@ -30,6 +30,8 @@ _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
 """Query heads per KV head that the CPU kernels support: the rows of a tile."""
 MAX_TRITON_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
+MAX_LATENT_ROPE_DIM = 128
 MAX_TRITON_GROUP = 64
 """Query heads per KV head that the Triton kernels support: the rows of a tile."""
 
@@ -153,8 +155,12 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
         return f"Triton's interpreter computes wrongly in {needs.dtype}; use --dtype float32 there"
     if find_spec("triton") is None:
         return "triton is not installed"
-    if needs.latent_layers:
-        return _NO_LATENTS
+    for latent in needs.latent_layers:
+        if latent.kv_lora_rank > MAX_LATENT_DIM or latent.qk_rope_head_dim > MAX_LATENT_ROPE_DIM:
+            return (
+                f"a kv_lora_rank of {latent.kv_lora_rank} is more than {MAX_LATENT_DIM}, or a qk_rope_head_dim of "
+                f"{latent.qk_rope_head_dim} more than {MAX_LATENT_ROPE_DIM}"
+            )
     for layer in needs.plain_layers:
         if (reason := _refuse_kinds(layer)) is not None:
             return reason
@@ -172,6 +178,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return f"it computes in bfloat16 or float16, not {needs.dtype}"
     if needs.has_fp8_kv_cache:
         return "it keeps keys and values in the dtype of the activations, not in FP8"
+    if needs.latent_layers:
+        return _NO_LATENTS
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
     for layer in needs.plain_layers:

@@ -66,7 +66,7 @@ class LatentSelfAttention:
     def __call__(self, x: Activations, meta: AttentionMetadata) -> torch.Tensor:
         """Map x [T, hidden_size] to its shape."""
         compressed_q, compressed = self.compress(x).split(self._widths, dim=1)
-        q = self.q(x if self.q_norm is None else self.q_norm(compressed_q.contiguous()))
+        q = self.q(x if self.q_norm is None else self.q_norm(compressed_q))
         return self.output(self.attention(q, compressed, meta))
 
 
