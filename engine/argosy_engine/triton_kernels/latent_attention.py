@@ -3,7 +3,7 @@ and prompts.
 
 All heads attend to the same vectors, so the rows of a query tile are queries times heads, and what was read of a token
 serves its score, as latent and rotated key, and then its value, as latent alone. A latent is wider than the heads of
-`paged_attention`: a tile has few keys, and a head tile is at most `_MAX_ROWS` heads. Layouts and segments are those of
+`paged_attention`: a tile has few keys, and heads are divided among programs. Layouts and segments are those of
 `paged_attention`.
 """
 
@@ -25,8 +25,6 @@ MAX_LATENT_DIM = 512
 MAX_LATENT_ROPE_DIM = 128
 _MIN_ROWS = 16
 """Rows of the smallest matrix product on tensor cores."""
-_MAX_ROWS = 64
-"""Rows whose float32 sums over a latent of 512 elements fit the registers of eight warps."""
 _AMPLE_SHARED_MEMORY = 160 << 10
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -75,7 +73,7 @@ def latent_attention(
     if num_requests == 0 or max_query_len == 0:
         return out
     traits = device_traits(q_latent.device)
-    tiles = _choose_tiles(traits, q_latent.dtype, max_query_len * num_heads)
+    tiles = _choose_tiles(traits, q_latent.dtype, rank, max_query_len * num_heads)
     group = min(num_heads, tiles.block_m)
     block_q = tiles.block_m // group
     num_head_tiles = triton.cdiv(num_heads, group)
@@ -134,18 +132,18 @@ def latent_attention(
 
 
 @lru_cache(maxsize=256)
-def _choose_tiles(traits: DeviceTraits, dtype: torch.dtype, num_rows: int) -> AttentionTiles:
+def _choose_tiles(traits: DeviceTraits, dtype: torch.dtype, rank: int, num_rows: int) -> AttentionTiles:
     """Choose the configuration for requests of up to `num_rows` queries times heads.
 
-    A tile of keys is as wide as several heads. So there are few of them, and as many rows as registers hold use each.
-    Float32 is for comparisons: it is multiplied without tensor cores, in the smallest tiles.
+    A key is as wide as several heads. So a tile has few of them, and as many rows use each as registers hold sums over
+    the latent of: no configuration may spill. Float32 is for comparisons: it is multiplied without tensor cores, in the
+    smallest tiles.
     """
     if dtype is torch.float32:
-        return AttentionTiles(_MIN_ROWS, 16, 8, 2)
-    rows = min(max(triton.next_power_of_2(num_rows), _MIN_ROWS), _MAX_ROWS)
-    if traits.shared_memory < _AMPLE_SHARED_MEMORY:
-        return AttentionTiles(min(rows, 32), 16, 8 if rows > _MIN_ROWS else 4, 2)
-    return AttentionTiles(rows, 32, 8 if rows > _MIN_ROWS else 4, 2)
+        return AttentionTiles(_MIN_ROWS, 16, 8, 1)
+    rows = min(max(triton.next_power_of_2(num_rows), _MIN_ROWS), 64 if rank <= 256 else 32)
+    tile = 32 if traits.shared_memory >= _AMPLE_SHARED_MEMORY else 16
+    return AttentionTiles(rows, tile, 8 if rows > _MIN_ROWS else 4, 2)
 
 
 def _check(
@@ -236,7 +234,10 @@ def latent_attention_kernel(
         other=0.0,
     )
     q_rope = tl.load(
-        q_rope_ptr + token[:, None] * q_rope_stride_token + head[:, None] * q_rope_stride_head + rope[None, :],
+        q_rope_ptr
+        + token[:, None] * q_rope_stride_token
+        + head[:, None] * q_rope_stride_head
+        + rope[None, :],
         mask=is_row[:, None] & (rope < ROPE)[None, :],
         other=0.0,
     )
