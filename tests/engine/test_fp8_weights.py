@@ -20,10 +20,11 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.experts import EXPERT_LAYERS, ExpertsSpec
+from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.layers.linear import LinearSpec
 from argosy_engine.layers.linear_kernels import LinearKernel
+from argosy_engine.model_configs.experts_config import EXPERT_LAYERS, RoutingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig, parse_quantization
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.models.config_file import load_model_config
@@ -191,7 +192,7 @@ def test_weights_are_quantised_online_per_channel() -> None:
 
 
 def test_experts_are_stacked_in_fp8_with_scales() -> None:
-    spec = ExpertsSpec("", num_experts=3, hidden=32, inner=16, experts_per_token=1, normalises=True)
+    spec = ExpertsSpec("", RoutingSpec(num_experts=3, experts_per_token=1), hidden=32, inner=16)
     generator = torch.Generator().manual_seed(0)
     shapes = {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}
     plain = {
@@ -215,7 +216,7 @@ def test_experts_are_stacked_in_fp8_with_scales() -> None:
 
 @pytest.mark.parametrize("is_per_channel", [True, False])
 def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None:
-    spec = ExpertsSpec("", num_experts=2, hidden=32, inner=16, experts_per_token=1, normalises=True)
+    spec = ExpertsSpec("", RoutingSpec(num_experts=2, experts_per_token=1), hidden=32, inner=16)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for index in range(2):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,21 +17,19 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear_method import UnquantizedLinearMethod
-from argosy_engine.model_configs.sharding import WHOLE, Sharding, check_tensor_parallel
+from argosy_engine.model_configs.experts_config import RoutingSpec
+from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.loader import load_model, plan_weights
-from argosy_engine.native.library import kernels
+from argosy_engine.models.loader import plan_weights
 from argosy_engine.sizing.kv_cache_sizing import rank_elements
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
-from attention_cases import model_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
-from thread_ranks import ThreadCommunicator, run_threads
+from rank_logits import logits_of
+from thread_ranks import run_threads
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-TOKENS = [random.Random(5).randrange(2, 500) for _ in range(70)]
 BIASED = {"llama-biased": {"attention_bias": True, "mlp_bias": True, "vocab_size": 509}}
 """A head and an embedding that do not divide evenly, and every bias that Llama may have."""
 SHARDINGS = [
@@ -54,37 +51,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return make
-
-
-def logits_of(
-    path: Path,
-    communicator: ThreadCommunicator | None = None,
-    sharding: Sharding = WHOLE,
-    load_format: Literal["auto", "dummy"] = "auto",
-) -> torch.Tensor:
-    """Logits [T, vocab_size] of one sequence in two steps, as one rank gets them."""
-    config = load_model_config(path)
-    loaded = load_model(
-        path,
-        config,
-        dtype=torch.float32,
-        device=CPU,
-        attention_backend="cpu" if kernels() else "torch",
-        max_positions=512,
-        load_format=load_format,
-        seed=3,
-        sharding=sharding,
-        communicator=communicator,
-    )
-    assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
-    groups = layer_groups(loaded.model, BLOCK_SIZE)
-    num_blocks = -(-len(TOKENS) // BLOCK_SIZE)
-    bind_kv_cache(loaded.model, groups, num_blocks, BLOCK_SIZE, CPU)
-    steps = []
-    for start, stop in ((0, len(TOKENS) - 1), (len(TOKENS) - 1, len(TOKENS))):
-        inputs = model_inputs(TOKENS[start:stop], start, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
-        steps.append(loaded.model.logits(loaded.model.forward(inputs)))
-    return torch.cat(steps)
 
 
 @pytest.mark.parametrize(("name", "size", "has_whole_experts"), SHARDINGS)
@@ -182,7 +148,7 @@ def test_a_rank_reads_its_bytes_only(name: str, prefix: str, checkpoint: Any) ->
 def test_stacked_experts_are_parts_of_the_whole(sharding: Sharding) -> None:
     """As kernels for GPUs hold them."""
     weights = DummyWeights(torch.float32, CPU, 0)
-    spec = ExpertsSpec("e.", num_experts=6, hidden=8, inner=4, experts_per_token=2, normalises=True)
+    spec = ExpertsSpec("e.", RoutingSpec(num_experts=6, experts_per_token=2), hidden=8, inner=4)
     whole = UnquantizedLinearMethod().load_experts(weights, spec)
     if sharding.has_whole_experts:
         expected = (whole.gate_up[3:], whole.down[3:])

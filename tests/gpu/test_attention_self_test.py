@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from argosy_engine.attention import self_test as self_test_module
 from argosy_engine.attention import triton_attn
@@ -30,6 +31,18 @@ def needs(dtype, layer=FULL):
 
 def test_our_kernels_pass():
     assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
+
+
+def test_a_backend_that_forgets_attention_sinks_is_found(monkeypatch):
+    layer = replace(FULL, has_sinks=True)
+    assert self_test("triton", needs("float32", layer), torch.float32, CPU) is None
+    original = triton_attn.paged_attention
+
+    def without_sinks(*args, **options):
+        return original(*args, **{**options, "sinks": None})
+
+    monkeypatch.setattr(triton_attn, "paged_attention", without_sinks)
+    assert "is wrong by" in self_test("triton", needs("float32", layer), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])

@@ -96,10 +96,29 @@ def test_all_tokens_at_one_expert():
     assert_close(out, expected(x, logits, w1, w2, 1, normalises=True))
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_biases_and_the_clamped_activation(tokens):
+    """As in gpt-oss; values reach its limits."""
+    x, logits, w1, w2 = inputs(tokens, experts=5, inner=48)
+    w1, b1, b2 = w1 * 8, random(5, 96, seed=5) * 4, random(5, 64, seed=6)
+    wanted = torch.zeros_like(x)
+    for token, row in enumerate(logits):
+        chosen = row.topk(2)
+        for expert, weight in zip(chosen.indices, torch.softmax(chosen.values, dim=0), strict=True):
+            gate, up = (w1[expert] @ x[token] + b1[expert]).chunk(2)
+            assert gate.max() > 7
+            assert up.abs().max() > 7
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            wanted[token] += weight * (w2[expert] @ inner + b2[expert])
+    out = fused_moe(x, logits, w1, w2, 2, normalises=True, activation="swigluoai", w1_bias=b1, w2_bias=b2)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_gelu():
     args = inputs(3)
     wanted = expected(*args, 2, normalises=True, activate=lambda gate: F.gelu(gate, approximate="tanh"))
-    assert_close(fused_moe(*args, 2, normalises=True, is_gelu=True), wanted)
+    assert_close(fused_moe(*args, 2, normalises=True, activation="gelu"), wanted)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -11,6 +11,7 @@ from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels import fused_moe
 from random_checkpoints import KINDS
+from transformers_checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -26,6 +27,12 @@ def config_of(name, path):
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt2"])
 def test_our_kernels_pass(name, dtype, tmp_path):
     assert layer_self_test(config_of(name, tmp_path), dtype, CPU) is None
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
+def test_our_kernels_pass_for_other_experts(model_type, tmp_path):
+    write_checkpoint(model_type, tmp_path)
+    assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])

@@ -3,7 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy_engine.layers.experts import choose_experts
+from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.triton_kernels.moe_routing import route
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
 def random_logits(tokens, experts, dtype=torch.float32, seed=0):
@@ -111,3 +115,60 @@ def test_pairs_with_experts_that_are_not_held_have_none():
 def test_empty_batch():
     routing = route(torch.empty(0, 8), 2, normalises=True, tile_rows=16)
     assert routing.weights.shape == (0, 2)
+
+
+ROUTINGS = [
+    RoutingSpec(num_experts=12, experts_per_token=3, scores="sigmoid"),
+    RoutingSpec(num_experts=12, experts_per_token=3, scores="sigmoid", normalises=True, has_correction=True),
+    RoutingSpec(num_experts=16, experts_per_token=5, has_correction=True, normalises=True, scaling=2.5),
+    RoutingSpec(
+        num_experts=16,
+        experts_per_token=4,
+        scores="sigmoid",
+        has_correction=True,
+        num_groups=4,
+        groups_per_token=2,
+    ),
+    RoutingSpec(num_experts=24, experts_per_token=6, num_groups=3, groups_per_token=2, group_score="best"),
+    RoutingSpec(num_experts=20, experts_per_token=2, num_groups=10, groups_per_token=1, scaling=0.3),
+]
+
+
+@pytest.mark.parametrize("spec", ROUTINGS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_other_scores_choose_as_torch_does(spec, tokens):
+    logits = random_logits(tokens, spec.num_experts)
+    correction = random_logits(1, spec.num_experts, seed=1)[0] / 2 if spec.has_correction else None
+    routing = route(
+        logits,
+        spec.experts_per_token,
+        normalises=spec.normalises,
+        tile_rows=16,
+        is_sigmoid=spec.scores == "sigmoid",
+        correction=correction,
+        num_groups=spec.num_groups,
+        groups_per_token=spec.groups_per_token,
+        adds_two=spec.group_score == "best_two",
+        scaling=spec.scaling,
+    )
+    weights, experts = choose_experts(spec, logits, correction)
+    assert torch.equal(routing.experts.long(), experts)
+    torch.testing.assert_close(routing.weights, weights)
+    check_sorted(routing)
+
+
+def test_what_is_not_a_number_still_chooses_experts_that_exist():
+    logits = torch.full((3, 8), float("nan"))
+    correction = torch.full((8,), float("nan"))
+    routing = route(
+        logits,
+        2,
+        normalises=True,
+        tile_rows=16,
+        is_sigmoid=True,
+        correction=correction,
+        num_groups=4,
+        groups_per_token=2,
+    )
+    assert ((routing.experts >= 0) & (routing.experts < 8)).all()
+    assert (routing.experts[:, 0] != routing.experts[:, 1]).all()

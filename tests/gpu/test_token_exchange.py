@@ -8,9 +8,11 @@ import torch
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.distributed.communicator import Communicator
+from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.moe import SparseMLP
+from argosy_engine.layers.mlp import GatedMLP, SparseMLP
 from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from thread_ranks import run_threads
 
@@ -25,9 +27,11 @@ def make_layers(backend: str, sharding: Sharding, exchange: TokenExchange | None
     factory = LayerFactory(
         weights, load_backend(backend, torch.float32), 1, sharding=sharding, exchange=exchange
     )
+    routing = RoutingSpec(num_experts=7, experts_per_token=2, normalises=True)
     return [
-        SparseMLP(factory, f"{index}.", HIDDEN, 16, num_experts=7, experts_per_token=2, normalises=True)
+        SparseMLP(factory, ExpertsSpec(f"{index}.", routing, HIDDEN, 16), shared=shared)
         for index in range(2)
+        for shared in (GatedMLP(factory, f"{index}.shared.", HIDDEN, 16),)
     ]
 
 

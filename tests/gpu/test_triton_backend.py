@@ -15,6 +15,7 @@ from argosy_engine.models.loader import load_model
 from attention_cases import model_inputs
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
+from transformers_checkpoints import write_checkpoint
 
 BLOCK_SIZE = 16
 PROMPT, DECODED = 18, 1
@@ -69,6 +70,30 @@ def write(name, path):
 )
 def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
     reference = write(name, tmp_path)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
+    torch.testing.assert_close(logits(tmp_path, TOKEN_IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("glm4_moe", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
+        ("gpt_oss", {"sliding_window": WINDOW}),
+        ("granitemoe", {"residual_multiplier": 0.4, "logits_scaling": 2.5}),
+        ("minimax_m2", {"rotary_dim": 12}),
+        ("qwen2_moe", {}),
+        ("smollm3", {"no_rope_layers": [0, 1]}),
+    ],
+)
+def test_families_of_llama_have_the_logits_of_transformers(model_type, fields, tmp_path):
+    reference = write_checkpoint(
+        model_type,
+        tmp_path,
+        **fields,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"] if model_type == "gpt_oss" else None,
+    )
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
     torch.testing.assert_close(logits(tmp_path, TOKEN_IDS), expected, atol=1e-4, rtol=1e-4)

@@ -86,9 +86,7 @@ class LatentCase:
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate x [T, heads, qk_rope_head_dim] as complex numbers."""
         half = x.shape[2] // 2
-        pairs = x.unflatten(2, (half, 2) if self.params.rope_interleave else (2, half))
-        if not self.params.rope_interleave:
-            pairs = pairs.transpose(2, 3)
+        pairs = x.unflatten(2, (2, half)).transpose(2, 3)
         angles = torch.outer(positions.double(), self.frequencies.double()).unsqueeze(1)
         turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
         return torch.view_as_real(turned).flatten(2)

@@ -227,6 +227,9 @@ def write_checkpoint(
                 parameter.add_(noise * 0.1)
             else:
                 parameter.add_(noise * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     if dtype is not torch.float32:
         model = model.to(dtype)
     model = model.eval()

@@ -48,13 +48,11 @@ class TorchLatentAttention:
         return out
 
     def _rotated(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Rotate x [T, heads, qk_rope_head_dim]. The result has the elements of a pair half a head apart."""
+        """Rotate x [T, heads, qk_rope_head_dim]."""
         rotary = self._weights.rotary
         selected = meta.shared.get(rotary)
         if selected is None:
             selected = meta.shared[rotary] = rotary.select(meta.positions)
-        if self._params.rope_interleave:
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return rotary.apply(x, *selected)
 
     def _gathered(self, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:

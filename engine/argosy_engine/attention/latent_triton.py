@@ -35,7 +35,6 @@ class TritonLatentAttention:
             kv_cache,
             norm=weights.norm,
             eps=weights.eps,
-            is_interleaved=params.rope_interleave,
         )
         attended = latent_attention(
             absorbed_queries(heads[..., : params.qk_nope_head_dim], weights),

@@ -70,12 +70,11 @@ class LatentAttentionParams(Struct, frozen=True, kw_only=True):
     qk_nope_head_dim: int
     """Elements of a head's query and key that carry no position."""
     qk_rope_head_dim: int
-    """Those that are rotated. All heads have the same in their keys."""
+    """Those that are rotated, the last; elements i and i + half of them are a pair. All heads have the same in their
+    keys."""
     v_head_dim: int
     scale: float
     """Factor on the scores."""
-    rope_interleave: bool = True
-    """Whether pairs that are rotated are neighbours in the projections; otherwise they are half a head apart."""
 
     @property
     def qk_head_dim(self) -> int:

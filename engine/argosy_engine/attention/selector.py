@@ -113,6 +113,9 @@ def load_backend(name: str, dtype: torch.dtype, *, has_fp8_kv_cache: bool = Fals
     return factory(dtype, has_fp8_kv_cache=True) if has_fp8_kv_cache else factory(dtype)
 
 
+_NO_SINKS = "it computes no attention sinks"
+
+
 def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     if needs.device != "cpu":
         return "it computes on CPUs only"
@@ -130,6 +133,8 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     if needs.block_size % lanes:
         return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
     for layer in needs.plain_layers:
+        if layer.has_sinks:
+            return _NO_SINKS
         if (reason := _refuse_kinds(layer)) is not None:
             return reason
         if layer.head_dim % lanes or layer.head_dim > _MAX_CPU_HEAD_DIM:
@@ -141,8 +146,6 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
 
 def _refuse_kinds(layer: AttentionParams) -> str | None:
     """Refuse what only plain torch computes."""
-    if layer.has_sinks:
-        return "it computes no attention sinks"
     if layer.chunk_size is not None:
         return f"it computes no attention in chunks of {layer.chunk_size} tokens"
     return None
@@ -183,6 +186,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
     for layer in needs.plain_layers:
+        if layer.has_sinks:
+            return _NO_SINKS
         if layer.head_dim % 8:
             return f"a head size of {layer.head_dim} is not a multiple of 8"
     versions = installed_versions()

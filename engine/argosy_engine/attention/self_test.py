@@ -156,6 +156,9 @@ class _TestLayer:
         tokens = [_num_tokens(step) for step in _STEPS]
         width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
         self._qkv = [torch.randn(count, width, generator=generator).to(device, dtype) for count in tokens]
+        self._sinks = (
+            torch.randn(params.num_heads, generator=generator).to(device) if params.has_sinks else None
+        )
         self._norms = (1 + torch.rand(2, params.head_dim, generator=generator)).to(device, dtype)
         frequencies = 1e4 ** (-torch.arange(0, params.head_dim // 2) * 2 / params.head_dim)
         self._frequencies = frequencies.float()
@@ -176,7 +179,7 @@ class _TestLayer:
         """Compute the steps and return their results."""
         rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device) if has_rotary else None
         q_norm, k_norm = self._norms.to(dtype) if has_norms else (None, None)
-        weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6)
+        weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6, sinks=self._sinks)
         if backend.kv_cache_dtype is torch.float8_e4m3fn:
             k_scale, v_scale = torch.tensor([[0.5], [0.25]], device=self._device)
             weights = weights._replace(k_scale=k_scale, v_scale=v_scale)

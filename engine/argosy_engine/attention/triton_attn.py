@@ -61,6 +61,7 @@ class TritonAttention:
             "logit_softcap": params.logit_softcap,
             "k_scale": weights.k_scale,
             "v_scale": weights.v_scale,
+            "sinks": weights.sinks,
         }
         if weights.output_quantization is None:
             return paged_attention(queries, kv_cache, **options).view(len(qkv), -1)

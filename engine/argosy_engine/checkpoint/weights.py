@@ -59,16 +59,19 @@ class Weights(ABC):
         """
 
     @abstractmethod
-    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
-        """Return scale factors, float32 [count], on the engine's device.
+    def take_scale(
+        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+    ) -> torch.Tensor:
+        """Return scale factors, or other numbers that keep their precision, float32 [count], on the engine's device.
 
         The checkpoint may store them in any floating point dtype, and with dimensions of size 1.
 
         Args:
             shard: the part to return; None: the whole.
+            is_signed: whether they may be 0 or less.
 
         Raises:
-            ConfigError: not all of them are finite and greater than 0.
+            ConfigError: not all of them are finite, or greater than 0.
         """
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
@@ -111,7 +114,9 @@ class WeightPlan(Weights):
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_scale(
+        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+    ) -> torch.Tensor:
         self.shapes[name], self.shards[name] = (count,), shard
         self.scales.add(name)
         tensor = torch.empty((count,) if shard is None else shard.shape((count,)), device=self.device)
@@ -146,7 +151,9 @@ class DummyWeights(Weights):
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_scale(
+        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+    ) -> torch.Tensor:
         return torch.ones((count,) if shard is None else shard.shape((count,)), device=self.device)
 
 
@@ -190,8 +197,10 @@ class SafetensorsWeights(Weights):
         self.on_read(stored.nbytes)
         return tensor
 
-    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
-        stored = self._read_scale(name, count)
+    def take_scale(
+        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+    ) -> torch.Tensor:
+        stored = self._read_scale(name, count, is_signed=is_signed)
         if shard is not None:
             stored = torch.cat([_narrow(stored, 0, each) for each in shard.ranges])
         self.on_read(stored.nbytes)
@@ -205,11 +214,11 @@ class SafetensorsWeights(Weights):
                 return self._read_scale(name, 1).to(device=self.device, dtype=torch.float32)
         return None
 
-    def _read_scale(self, name: str, count: int) -> torch.Tensor:
+    def _read_scale(self, name: str, count: int, *, is_signed: bool = False) -> torch.Tensor:
         """Read whole scale factors [count] as they are stored, on the CPU.
 
         Raises:
-            ConfigError: they are of another shape or dtype, or not all of them are finite and greater than 0.
+            ConfigError: they are of another shape or dtype, or not all of them are finite, or greater than 0.
         """
         file, stored_name = self._files[name]
         header = file.get_slice(stored_name)
@@ -219,7 +228,10 @@ class SafetensorsWeights(Weights):
             raise ConfigError(f"{name} of {self.path} is {list(shape)} {dtype}: {wanted}")
         stored = self._read(name).flatten()
         values = stored.float()
-        if not (values.isfinite() & (values > 0)).all():
+        if is_signed:
+            if not values.isfinite().all():
+                raise ConfigError(f"{name} of {self.path} has numbers that are not finite; download it again")
+        elif not (values.isfinite() & (values > 0)).all():
             raise ConfigError(
                 f"{name} of {self.path} has scales that are not finite or not greater than 0; quantise again or take "
                 "the unquantised checkpoint"

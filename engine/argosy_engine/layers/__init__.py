@@ -9,7 +9,7 @@
     linear_kernels         ways to store a weight that is not quantised, and to multiply by it
     fp8_linear             linear layers in FP8
     quantization           choice between these
-    moe                    router and experts as a model sees them
+    mlp                    gated MLPs and mixtures of experts, as a model sees them
     experts                the experts' weighted sum, and what computes it
     token_exchange         tokens of all engine cores, for experts that they share
 

@@ -8,34 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from argosy_engine.layers.linear import GatedLinear, Linear
+from argosy_engine.model_configs.experts_config import (
+    ExpertActivation,
+    ExpertLayer,
+    ExpertNames,
+    RoutingSpec,
+)
 from argosy_engine.model_configs.sharding import Shard
-
-ExpertLayer = Literal["gate", "up", "down"]
-EXPERT_LAYERS: tuple[ExpertLayer, ...] = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """What a model asks for. A token takes the `experts_per_token` experts of the highest router logits."""
+    """What a model asks for."""
 
     prefix: str
-    """Of the checkpoint's names, see `projection`."""
-    num_experts: int
+    """Of the checkpoint's names: of the MLP."""
+    routing: RoutingSpec
     hidden: int
     inner: int
     """Intermediate size of one expert."""
-    experts_per_token: int
-    normalises: bool
-    """Whether a token's weights, by softmax over all experts, are scaled to sum to 1."""
+    activation: ExpertActivation = "silu"
+    names: ExpertNames = ExpertNames()  # noqa: RUF009 (immutable)
     held: range | None = None
     """Experts that this process computes; None: all."""
     features: range | None = None
     """Intermediate features of each that this process computes; None: all."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.routing.num_experts
 
     @property
     def held_experts(self) -> range:
@@ -45,6 +51,11 @@ class ExpertsSpec:
     def num_features(self) -> int:
         """Number of intermediate features that this process computes."""
         return self.inner if self.features is None else len(self.features)
+
+    @property
+    def has_down_bias(self) -> bool:
+        """Whether this process adds the biases of down projections, which the sum over ranks contains once."""
+        return self.names.biases is not None and (self.features is None or self.features.start == 0)
 
     def weight_shape(self, name: ExpertLayer) -> tuple[int, int]:
         """Return the shape of a projection's weight, [out, in]."""
@@ -60,7 +71,11 @@ class ExpertsSpec:
 
     def projection(self, index: int, name: ExpertLayer) -> str:
         """Return the checkpoint's name of an expert's projection `gate`, `up` or `down`, without `.weight`."""
-        return f"{self.prefix}{index}.{name}_proj"
+        return f"{self.prefix}{self.names.experts}{index}.{self.names.of(name)}"
+
+    def stacked(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor of all experts."""
+        return f"{self.prefix}{self.names.experts}{name}"
 
 
 class Experts(Protocol):
@@ -79,31 +94,59 @@ class Experts(Protocol):
         ...
 
 
+def choose_experts(
+    routing: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights, float32 [T, k], and the indices, int64 [T, k], of each token's experts.
+
+    Args:
+        logits: the router's, [T, num_experts].
+        correction: float32 [num_experts].
+    """
+    logits = logits.float()
+    scores = torch.sigmoid(logits) if routing.scores == "sigmoid" else torch.softmax(logits, dim=-1)
+    wanted = scores if correction is None else scores + correction
+    if routing.has_groups:
+        grouped = wanted.view(len(wanted), routing.num_groups, -1)
+        best = grouped.topk(2 if routing.group_score == "best_two" else 1, dim=-1).values.sum(dim=-1)
+        chosen = best.topk(routing.groups_per_token, dim=-1).indices
+        is_ruled_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        wanted = grouped.masked_fill(is_ruled_out.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = wanted.topk(routing.experts_per_token, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if routing.normalises:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights if routing.scaling == 1.0 else weights * routing.scaling, experts
+
+
 class SeparateExperts:
     """One pair of linear layers per expert: each active expert runs once, on its tokens.
 
     It reads on the host how many tokens each expert got, so on a GPU it waits for the device.
     """
 
-    def __init__(self, spec: ExpertsSpec, experts: Mapping[int, tuple[GatedLinear, Linear]]) -> None:
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        experts: Mapping[int, tuple[GatedLinear, Linear]],
+        correction: torch.Tensor | None = None,
+    ) -> None:
         self._spec = spec
         self._experts = experts
+        self._correction = correction
 
     def __call__(
         self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
-        k = self._spec.experts_per_token
-        chosen = torch.softmax(router_logits.float(), dim=-1).topk(k, dim=-1)
-        weights, experts = chosen.values, chosen.indices
-        if self._spec.normalises:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        routing = self._spec.routing
+        weights, experts = choose_experts(routing, router_logits, self._correction)
         # Sorting by expert makes each expert's tokens contiguous, so each active expert runs once.
         order = experts.flatten().argsort(stable=True)
-        rows = order // k
+        rows = order // routing.experts_per_token
         weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
         out = torch.zeros_like(x)
         start = 0
-        counts = torch.bincount(experts.flatten(), minlength=self._spec.num_experts).tolist()
+        counts = torch.bincount(experts.flatten(), minlength=routing.num_experts).tolist()
         for index, count in enumerate(counts):
             if count and index in self._experts:
                 gate_up, down = self._experts[index]
@@ -124,6 +167,10 @@ class StackedExperts(NamedTuple):
     """float32 [num_experts, 2 * inner], factors of FP8 weights; None: the weights have the activations' dtype."""
     down_scale: torch.Tensor | None = None
     """float32 [num_experts, hidden]"""
+    gate_up_bias: torch.Tensor | None = None
+    """[num_experts, 2 * inner], in the activations' dtype"""
+    down_bias: torch.Tensor | None = None
+    """[num_experts, hidden]"""
 
     @classmethod
     def empty(cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> StackedExperts:
@@ -158,24 +205,37 @@ class StackedExperts(NamedTuple):
 class TritonExperts:
     """All experts in five launches, without waiting for the device."""
 
-    def __init__(self, spec: ExpertsSpec, weights: StackedExperts) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, weights: StackedExperts, correction: torch.Tensor | None = None
+    ) -> None:
         from argosy_engine.triton_kernels.fused_moe import fused_moe
 
         self._spec, self._weights = spec, weights
+        self._correction = correction
         self._fused_moe = fused_moe
 
     def __call__(
         self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
+        weights, routing = self._weights, self._spec.routing
         return self._fused_moe(
             x,
             router_logits,
-            self._weights.gate_up,
-            self._weights.down,
-            self._spec.experts_per_token,
-            normalises=self._spec.normalises,
-            w1_scale=self._weights.gate_up_scale,
-            w2_scale=self._weights.down_scale,
+            weights.gate_up,
+            weights.down,
+            routing.experts_per_token,
+            normalises=routing.normalises,
+            is_sigmoid=routing.scores == "sigmoid",
+            correction=self._correction,
+            num_groups=routing.num_groups,
+            groups_per_token=routing.groups_per_token,
+            adds_two=routing.group_score == "best_two",
+            scaling=routing.scaling,
+            activation=self._spec.activation,
+            w1_scale=weights.gate_up_scale,
+            w2_scale=weights.down_scale,
+            w1_bias=weights.gate_up_bias,
+            w2_bias=weights.down_bias,
             slot_mapping=slot_mapping,
             first_expert=self._spec.held_experts.start,
         )

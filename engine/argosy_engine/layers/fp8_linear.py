@@ -12,9 +12,9 @@ import torch
 
 from argosy_engine.checkpoint.weights import Weights
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.experts import EXPERT_LAYERS, ExpertsSpec, StackedExperts
+from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_kernels import GatedActivation
-from argosy_engine.layers.linear import LinearSpec
+from argosy_engine.layers.linear import LinearSpec, ordered
 from argosy_engine.layers.linear_kernels import (
     GatedLinearKernel,
     LinearKernel,
@@ -23,7 +23,14 @@ from argosy_engine.layers.linear_kernels import (
     gated_linear_kernel,
     linear_kernel,
 )
-from argosy_engine.layers.linear_method import UnquantizedLinearMethod, take_bias, take_expert, take_fused
+from argosy_engine.layers.linear_method import (
+    UnquantizedLinearMethod,
+    take_bias,
+    take_expert,
+    take_fused,
+    take_stacked,
+)
+from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.native.library import PackedLinear
@@ -120,6 +127,13 @@ class Fp8LinearMethod:
         return gated_linear_kernel(widened(weight, scale, weights.dtype), bias, activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        if spec.names.stacked is not None:
+            if self._is_quantised(tuple(map(spec.stacked, spec.names.stacked))):
+                raise ConfigError(
+                    f"the experts of {spec.prefix} are stored stacked and in FP8, which is not supported; take a "
+                    "checkpoint with unquantised experts"
+                )
+            return self._plain.load_experts(weights, spec)
         names = tuple(
             spec.projection(index, name) for index in range(spec.num_experts) for name in EXPERT_LAYERS
         )
@@ -168,7 +182,7 @@ class Fp8LinearMethod:
             self._scale(weights, name, size, spec.output_shard(name), spec.num_outputs(name))
             for name, size in spec.parts.items()
         ]
-        return weight, _joined(scales), take_bias(weights, spec)
+        return weight, ordered(spec, _joined(scales)), take_bias(weights, spec)
 
     def _scale(
         self, weights: Weights, name: str, out_features: int, shard: Shard | None, num_outputs: int
@@ -211,6 +225,19 @@ class OnlineFp8LinearMethod:
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         stacked = StackedExperts.empty(spec, FP8, weights.device)
+        if spec.names.stacked is not None:
+            plain = take_stacked(weights, spec)
+            assert stacked.gate_up_scale is not None
+            assert stacked.down_scale is not None
+            for place in range(len(plain.down)):
+                for whole, parts, part_scales in (
+                    (plain.gate_up, stacked.gate_up, stacked.gate_up_scale),
+                    (plain.down, stacked.down, stacked.down_scale),
+                ):
+                    values, scales = quantized(whole[place])
+                    parts[place].copy_(values)
+                    part_scales[place].copy_(scales)
+            return stacked._replace(gate_up_bias=plain.gate_up_bias, down_bias=plain.down_bias)
         for place, index in enumerate(spec.held_experts):
             for layer, part, scale in stacked.places(place):
                 assert scale is not None

@@ -19,7 +19,7 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding
-from argosy_engine.layers.experts import EXPERT_LAYERS, Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import (
@@ -29,10 +29,12 @@ from argosy_engine.layers.linear import (
     RowParallelLinear,
     VocabParallelHead,
 )
+from argosy_engine.layers.linear_kernels import gated_linear_kernel, linear_kernel
 from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
-from argosy_engine.layers.norms import InputNorm, RMSNorm
+from argosy_engine.layers.norms import InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
@@ -123,29 +125,41 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
+        order: tuple[int, ...] | None = None,
         keeps_precision: bool = False,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which every rank has the whole.
 
         Arguments: `LinearSpec`.
         """
-        spec = LinearSpec(parts, in_features, bias, keeps_precision=keeps_precision)
+        spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
         return Linear(self._method.load(self.weights, spec))
 
     def column_linear(
-        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+        head_order: tuple[int, ...] | None = None,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which a rank computes its part of each.
 
         Arguments: `LinearSpec`.
+
+        Args:
+            head_order: order into which the output features of each head are brought; None: as they are.
         """
         spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
+        if head_order is not None:
+            spec = replace(spec, order=_repeated(head_order, spec.out_features // len(head_order)))
         return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(
         self,
         gate: str,
-        up: str,
+        up: str | None,
         inner: int,
         in_features: int,
         *,
@@ -156,11 +170,16 @@ class LayerFactory:
         """Make two projections to `inner` features, fused with activation(gate) * up. A rank computes its part of both.
 
         Args:
+            up: None: the checkpoint has both in `gate`, the gate's features first.
             feeds: the product that gets the result.
             activation: a name of `LayerKernels.gated_activations`.
         """
-        parts = {gate: inner, up: inner}
-        spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
+        parts = {gate: 2 * inner} if up is None else {gate: inner, up: inner}
+        outputs = self._equal_parts(parts)
+        if up is None and outputs is not None:
+            own = self.sharding.part(inner)
+            outputs = {gate: (own, _moved(own, inner))}
+        spec = LinearSpec(parts, in_features, bias, outputs=outputs)
         return self._gated(spec, activation, feeds)
 
     def _gated(
@@ -172,21 +191,45 @@ class LayerFactory:
         return GatedLinear(self._method.load_gated(self.weights, spec, function))
 
     def experts(self, spec: ExpertsSpec) -> Experts:
-        """Make the experts of one layer, whose activation is silu. A rank computes some of them, or a part of each:
-        their outputs are complete once `sum_ranks` and `exchange` have added them up."""
+        """Make the experts of one layer. A rank computes some of them, or a part of each: their outputs are complete
+        once `sum_ranks` and `exchange` have added them up."""
         if self.sharding.divides_experts:
             features = None if self.sharding.has_whole_experts else self.sharding.part(spec.inner)
             spec = replace(spec, held=self.sharding.experts(spec.num_experts), features=features)
+        correction = None
+        if spec.routing.has_correction:
+            name = spec.prefix + spec.names.correction
+            correction = self.weights.take_scale(name, spec.num_experts, is_signed=True)
         if self._backend.uses_triton:
-            return TritonExperts(spec, self._method.load_experts(self.weights, spec))
-        return SeparateExperts(spec, {index: self._expert(spec, index) for index in spec.held_experts})
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec), correction)
+        if spec.names.stacked is not None:
+            return SeparateExperts(spec, self._unstacked(spec), correction)
+        separate = {index: self._expert(spec, index) for index in spec.held_experts}
+        return SeparateExperts(spec, separate, correction)
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
         gate, up, down = (spec.projection(index, name) for name in EXPERT_LAYERS)
         outputs = None if spec.features is None else {gate: (spec.features,), up: (spec.features,)}
         gate_up = LinearSpec({gate: spec.inner, up: spec.inner}, spec.hidden, outputs=outputs)
         down_spec = LinearSpec({down: spec.hidden}, spec.inner, inputs=spec.features)
-        return self._gated(gate_up), Linear(self._method.load(self.weights, down_spec))
+        return self._gated(gate_up, spec.activation), Linear(self._method.load(self.weights, down_spec))
+
+    def _unstacked(self, spec: ExpertsSpec) -> dict[int, tuple[GatedLinear, Linear]]:
+        whole = self._method.load_experts(self.weights, spec)
+        activation = self._kernels.gated_activations[spec.activation]
+        is_traceable = self._compiler is not None
+
+        def bias(biases: torch.Tensor | None, place: int) -> torch.Tensor | None:
+            return None if biases is None else biases[place]
+
+        experts = {}
+        for place, index in enumerate(spec.held_experts):
+            gate_up = gated_linear_kernel(
+                whole.gate_up[place], bias(whole.gate_up_bias, place), activation, is_traceable=is_traceable
+            )
+            down = linear_kernel(whole.down[place], bias(whole.down_bias, place), is_traceable=is_traceable)
+            experts[index] = GatedLinear(gate_up), Linear(down)
+        return experts
 
     def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Add what every rank has computed, in place; returns x."""
@@ -222,11 +265,14 @@ class LayerFactory:
         *,
         bias: bool = False,
         is_transposed: bool = False,
+        rope: RopeParameters | None = None,
     ) -> Linear:
         """Make the projections to q, k and v, of which a rank computes its heads.
 
         Args:
             names: of the three projections, or of the one that the checkpoint has for all.
+            rope: q and k are put in the order that `rotary` and the kernels want (`RopeParameters.head_order`), as
+                must be what is applied to their elements (`head_weight`); None: as they are.
         """
         widths = [heads * params.head_dim for heads in (params.num_heads, *2 * (params.num_kv_heads,))]
         parts = dict(zip(names, widths, strict=True)) if len(names) > 1 else {names[0]: sum(widths)}
@@ -238,8 +284,48 @@ class LayerFactory:
             else:
                 starts = (0, widths[0], widths[0] + widths[1])
                 outputs = {names[0]: tuple(map(_moved, ranges, starts))}
-        spec = LinearSpec(parts, in_features, bias, is_transposed, outputs)
+        order = None if rope is None else rope.head_order(params.head_dim)
+        if order is not None:
+            own = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
+            rotated, num_all = own.num_heads + own.num_kv_heads, own.num_heads + 2 * own.num_kv_heads
+            order = (
+                *_repeated(order, rotated),
+                *range(rotated * params.head_dim, num_all * params.head_dim),
+            )
+        spec = LinearSpec(parts, in_features, bias, is_transposed, outputs, order=order)
         return Linear(self._method.load(self.weights, spec))
+
+    def head_weight(self, name: str, head_dim: int, rope: RopeParameters | None = None) -> torch.Tensor:
+        """Return a weight [head_dim] of the elements of heads, in the order of `qkv_linear`."""
+        weight = self.take(name, head_dim)
+        order = None if rope is None else rope.head_order(head_dim)
+        return weight if order is None or weight.is_meta else weight[list(order)]
+
+    def width_norm(
+        self, q: str, k: str, params: AttentionParams, eps: float, rope: RopeParameters | None = None
+    ) -> WidthNorm:
+        """Make RMSNorms over all query heads and over all key heads (OLMo 2), of which a rank has its heads; see
+        `qkv_linear`."""
+        dim, size = params.head_dim, self.sharding.size
+        own = params if size == 1 else params.of_rank(size)
+        q_range, k_range, _ = self.sharding.qkv(params)
+        order = None if rope is None else rope.head_order(dim)
+        weights = []
+        for name, heads, indices, own_heads in (
+            (q, params.num_heads, q_range, own.num_heads),
+            (k, params.num_kv_heads, k_range, own.num_kv_heads),
+        ):
+            shard = None if size == 1 else Shard(0, (indices,))
+            weight = self.weights.take(name + ".weight", heads * dim, shard=shard)
+            if order is not None and not weight.is_meta:
+                weight = weight[list(_repeated(order, own_heads))]
+            weights.append(weight)
+        return WidthNorm(weights[0], weights[1], eps, None if size == 1 else self._communicator)
+
+    def sinks(self, name: str, params: AttentionParams) -> torch.Tensor:
+        """Return the attention sinks of this rank's heads, float32 [num_heads]."""
+        shard = Shard(0, (self.sharding.part(params.num_heads),)) if self.sharding.size > 1 else None
+        return self.weights.take_scale(name, params.num_heads, shard, is_signed=True)
 
     def row_linear(
         self,
@@ -285,7 +371,7 @@ class LayerFactory:
         """Make the tables of a rotary embedding, which layers share."""
         frequencies = inverse_frequencies(rope, head_dim)
         return RotaryEmbedding(
-            frequencies, self.max_positions, self.dtype, self.device, rope.attention_scaling
+            frequencies, self.max_positions, self.dtype, self.device, rope.attention_scaling, head_dim
         )
 
     def attention(
@@ -352,6 +438,11 @@ class LayerFactory:
         if self.sharding.size == 1:
             return None
         return {name: (self.sharding.part(size),) for name, size in parts.items()}
+
+
+def _repeated(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Return the order of the elements of several heads, one after the other."""
+    return tuple(head * len(order) + index for head in range(heads) for index in order)
 
 
 def _moved(indices: range, start: int) -> range:

@@ -24,7 +24,8 @@ class LayerKernels(Protocol):
     has_native: bool
     """Whether our CPU kernels take the place of these where they can."""
     gated_activations: Mapping[str, GatedActivation]
-    """By the activation's name in configs: `silu` and `gelu_pytorch_tanh`."""
+    """By the activation's name in configs: `silu` and `gelu_pytorch_tanh`, and those of experts where these run one by
+    one."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return x / rms(x) * weight over the last dimension, for x [T, width] and weight [width]."""
@@ -77,6 +78,13 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def swigluoai_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss' activation: (up + 1) * gate * sigmoid(1.702 gate), of gates of at most 7 and ups within 7."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 class TorchLayerKernels:
     """Plain torch, on any device. It quantises nothing.
 
@@ -87,6 +95,7 @@ class TorchLayerKernels:
     gated_activations: Mapping[str, GatedActivation] = {
         "silu": silu_and_mul,
         "gelu_pytorch_tanh": gelu_tanh_and_mul,
+        "swigluoai": swigluoai_and_mul,
     }
 
     def __init__(self, *, has_native: bool = True) -> None:

@@ -4,14 +4,17 @@ device, against plain torch in float32. That of attention: `attention.self_test`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
+from msgspec.structs import replace
 
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.fp8_linear import FP8, MAX_FP8, quantized
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import GatedLinear, Linear
 from argosy_engine.layers.linear_kernels import SplitGatedLinear, TorchLinear
+from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
@@ -20,7 +23,7 @@ _MAX_ERROR_RATIO = 2.0
 _FLOOR = 1e-4
 """Error that is always allowed; torch in float32 has none against itself."""
 _ROWS = 5
-_MAX_EXPERTS = 8
+_MAX_EXPERTS = 16
 """More would only take memory."""
 _EPS = 1e-6
 _FP8_SCALE = 1 / 32
@@ -88,13 +91,17 @@ class _Inputs:
         self._norms = 1 + self._draw(2, hidden) / 4
         self._gate_up = self._draw(_ROWS, 2 * getattr(config, "intermediate_size", hidden))
         self._experts: ExpertsSpec | None = None
-        if num_experts := getattr(config, "num_experts", 0):
-            count, inner = min(num_experts, _MAX_EXPERTS), getattr(config, "moe_intermediate_size", hidden)
-            k = min(getattr(config, "num_experts_per_tok", 1), count)
-            self._experts = ExpertsSpec("", count, hidden, inner, k, normalises=True)
+        experts: ExpertsConfig | None = getattr(config, "experts", None)
+        if experts is not None:
+            routing = _smaller(experts.routing)
+            count, inner = routing.num_experts, experts.inner
+            self._experts = ExpertsSpec("", routing, hidden, inner, experts.activation)
             self._router_logits = self._draw(_ROWS, count)
+            self._correction = self._draw(count) / 4 if routing.has_correction else None
             self._w1 = self._draw(count, 2 * inner, hidden) / hidden**0.5
             self._w2 = self._draw(count, hidden, inner) / inner**0.5
+            has_biases = experts.names.biases is not None
+            self._biases = (self._draw(count, 2 * inner), self._draw(count, hidden)) if has_biases else None
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
@@ -112,9 +119,10 @@ class _Inputs:
             for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
                 yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))
         if self._experts is not None:
-            separate = isinstance(kernels, TorchLayerKernels)
-            silu = kernels.gated_activations["silu"]
-            yield "experts", [self._run_experts(self._experts, dtype, silu if separate else None)]
+            activation = None
+            if isinstance(kernels, TorchLayerKernels):
+                activation = kernels.gated_activations[self._experts.activation]
+            yield "experts", [self._run_experts(self._experts, dtype, activation)]
 
     def _fp8_outputs(
         self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
@@ -142,15 +150,36 @@ class _Inputs:
     ) -> torch.Tensor:
         """Run the experts one by one with an activation, or all at once."""
         w1, w2 = self._w1.to(dtype), self._w2.to(dtype)
+        b1, b2 = (None, None) if self._biases is None else (each.to(dtype) for each in self._biases)
         slots = torch.arange(_ROWS, device=self._device)
         if activation is None:
-            experts = TritonExperts(spec, StackedExperts(w1, w2))
+            stacked = StackedExperts(w1, w2, gate_up_bias=b1, down_bias=b2)
+            experts = TritonExperts(spec, stacked, self._correction)
             return experts(self._x.to(dtype), self._router_logits, slots)
         layers = {
             index: (
-                GatedLinear(SplitGatedLinear(TorchLinear(gate_up, None), activation)),
-                Linear(TorchLinear(down, None)),
+                GatedLinear(
+                    SplitGatedLinear(TorchLinear(w1[index], None if b1 is None else b1[index]), activation)
+                ),
+                Linear(TorchLinear(w2[index], None if b2 is None else b2[index])),
             )
-            for index, (gate_up, down) in enumerate(zip(w1, w2, strict=True))
+            for index in range(len(w1))
         }
-        return SeparateExperts(spec, layers)(self._x.to(dtype), self._router_logits, slots)
+        separate = SeparateExperts(spec, layers, self._correction)
+        return separate(self._x.to(dtype), self._router_logits, slots)
+
+
+def _smaller(routing: RoutingSpec) -> RoutingSpec:
+    """Return the routing among fewer experts, in as many groups if there are enough for them."""
+    count = min(routing.num_experts, _MAX_EXPERTS)
+    per_token = min(routing.experts_per_token, count)
+    for groups, taken in ((routing.num_groups, routing.groups_per_token), (1, 1)):
+        with suppress(ValueError):  # too few experts in groups
+            return replace(
+                routing,
+                num_experts=count,
+                experts_per_token=min(per_token, max(count // groups * taken, 1)),
+                num_groups=groups,
+                groups_per_token=taken,
+            )
+    raise AssertionError("without groups there are enough")

@@ -34,6 +34,8 @@ class LinearSpec:
     """Output features of each part that this process computes; None: all."""
     inputs: range | None = None
     """Input features that this process multiplies; None: all."""
+    order: tuple[int, ...] | None = None
+    """Order into which this process brings its output features; None: as they are."""
     keeps_precision: bool = False
     """Whether weights that the checkpoint does not quantise must stay so: a router's, the output head's."""
 
@@ -59,6 +61,16 @@ class LinearSpec:
     def output_shard(self, name: str) -> Shard | None:
         """Return what this process takes of a tensor with one element per output feature of a part."""
         return None if self.outputs is None else Shard(0, self.outputs[name])
+
+
+def ordered(spec: LinearSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """Bring a tensor with an entry of dimension 0 per output feature into the order of a spec."""
+    if spec.order is None or tensor.is_meta:  # where indexing would import torch's compiler
+        return tensor
+    index = torch.tensor(spec.order, device=tensor.device)
+    if tensor.itemsize == 1:  # torch indexes FP8 only as bytes
+        return tensor.view(torch.uint8)[index].view(tensor.dtype)
+    return tensor[index]
 
 
 class Linear:

@@ -13,15 +13,17 @@ from typing import Protocol
 import torch
 
 from argosy_engine.checkpoint.weights import Weights
-from argosy_engine.layers.experts import ExpertLayer, ExpertsSpec, StackedExperts
+from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_kernels import GatedActivation
-from argosy_engine.layers.linear import LinearSpec
+from argosy_engine.layers.linear import LinearSpec, ordered
 from argosy_engine.layers.linear_kernels import (
     GatedLinearKernel,
     LinearKernel,
     gated_linear_kernel,
     linear_kernel,
 )
+from argosy_engine.model_configs.experts_config import ExpertLayer
+from argosy_engine.model_configs.sharding import Shard
 
 
 class LinearMethod(Protocol):
@@ -72,6 +74,8 @@ class UnquantizedLinearMethod:
         return gated_linear_kernel(weight, bias, activation, is_traceable=self._is_traceable)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+        if spec.names.stacked is not None:
+            return take_stacked(weights, spec)
         stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         # Each tensor goes to its place as it is read, so that no second copy of the experts is held.
         for place, index in enumerate(spec.held_experts):
@@ -102,6 +106,59 @@ def take_expert(
     return weights.take(spec.projection(index, name) + ".weight", *shape, dtype=dtype, shard=shard)
 
 
+def take_stacked(weights: Weights, spec: ExpertsSpec) -> StackedExperts:
+    """Take this process's part of experts that the checkpoint stores in two tensors, in the engine's dtype."""
+    names = spec.names
+    assert names.stacked is not None
+    count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
+    held = None if spec.held is None or len(spec.held) == count else Shard(0, (spec.held,))
+    both: tuple[range, ...] | None = None
+    """The part of [gate, up] that goes with `features`."""
+    if (own := spec.features) is not None:
+        if names.is_interleaved:
+            both = (range(2 * own.start, 2 * own.stop),)
+        else:
+            both = (own, range(inner + own.start, inner + own.stop))
+
+    def take(name: str, rows: int, columns: int, shard: Shard | None) -> torch.Tensor:
+        """Return [experts, rows, columns] of this process."""
+        if not names.is_transposed:
+            return weights.take(name, count, rows, columns, shard=shard)
+        if shard is not None and shard.dim:
+            shard = Shard(3 - shard.dim, shard.ranges)
+        return weights.take(name, count, columns, rows, shard=shard).transpose(1, 2)
+
+    def joined(gate_up: torch.Tensor) -> torch.Tensor:
+        """Put the gates before the ups, along dimension 1."""
+        if gate_up.is_meta:  # where indexing would import torch's compiler
+            return gate_up
+        if not names.is_interleaved:
+            return gate_up.contiguous()
+        whole = gate_up.new_empty(gate_up.shape)
+        half = gate_up.shape[1] // 2
+        whole[:, :half], whole[:, half:] = gate_up[:, 0::2], gate_up[:, 1::2]
+        return whole
+
+    gate_up_name, down_name = map(spec.stacked, names.stacked)
+    gate_up = take(gate_up_name, 2 * inner, hidden, Shard(1, both) if both else held)
+    down = take(down_name, hidden, inner, held if own is None else Shard(2, (own,)))
+    gate_up_bias = down_bias = None
+    if names.biases is not None:
+        bias_names = [spec.stacked(name) for name in names.biases]
+        gate_up_bias = joined(
+            weights.take(bias_names[0], count, 2 * inner, shard=Shard(1, both) if both else held)
+        )
+        down_bias = weights.take(bias_names[1], count, hidden, shard=held)
+        if not spec.has_down_bias:
+            down_bias = None
+    return StackedExperts(
+        joined(gate_up),
+        down if down.is_meta else down.contiguous(),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+
+
 def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Take this process's part of the weight, [out, in], of all projections.
 
@@ -117,16 +174,17 @@ def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = N
             ).t()
         return weights.take(name + ".weight", out_features, spec.in_features, dtype=dtype, shard=shard)
 
-    return _fuse(spec, take_weight)
+    return ordered(spec, _fuse(spec, take_weight))
 
 
 def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
     """Take this process's part of the bias, [out], of all projections, if they have one."""
     if not spec.has_bias:
         return None
-    return _fuse(
+    bias = _fuse(
         spec, lambda name: weights.take(name + ".bias", spec.parts[name], shard=spec.output_shard(name))
     )
+    return ordered(spec, bias)
 
 
 def _fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:

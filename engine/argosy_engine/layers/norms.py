@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.layers.layer_kernels import LayerKernels
 from argosy_engine.layers.linear_kernels import supporting_kernels
 from argosy_engine.quantized_rows import Activations, RowQuantization
@@ -92,3 +93,32 @@ class InputNorm:
         return self._kernels.quantized_add_rms_norm(
             x, residual, self.weight, self.eps, x_weight, self._quantization
         )
+
+
+class WidthNorm:
+    """RMSNorms of q over all its heads and of k over all its heads, which ranks may share (OLMo 2, arXiv 2501.00656).
+
+    Args:
+        q_weight: [num_heads * head_dim], of this rank's heads.
+        k_weight: [num_kv_heads * head_dim]
+        communicator: of the ranks, whose sums of squares count; None: this one has all heads.
+    """
+
+    def __init__(
+        self, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, communicator: Communicator | None
+    ) -> None:
+        self._weights = q_weight, k_weight
+        self._eps = eps
+        self._communicator = communicator
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Norm q and k of qkv [T, (num_heads + 2 num_kv_heads) * head_dim] in place; returns qkv."""
+        q_size, k_size = map(len, self._weights)
+        parts = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        squares = torch.stack([part.float().square().mean(dim=1) for part in parts])
+        if self._communicator is not None:  # each rank has as many heads, and each head is on as many ranks
+            squares = self._communicator.all_reduce(squares) / self._communicator.size
+        factors = torch.rsqrt(squares + self._eps)
+        for part, weight, factor in zip(parts, self._weights, factors, strict=True):
+            part.copy_((part.float() * factor.unsqueeze(1)).to(part.dtype) * weight)
+        return qkv

@@ -6,11 +6,16 @@ import math
 
 import torch
 
-from argosy_engine.model_configs.rope_config import RopeParameters
+from argosy_engine.model_configs.rope_config import QueryTemperature, RopeParameters
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
-    """Return the radians per position of each rotated pair, float32 [head_dim / 2] on the CPU."""
+    """Return the radians per position of each pair that is rotated, float32 [rotary_dim / 2] on the CPU.
+
+    Raises:
+        ConfigError: see `RopeParameters.rotary_dim`.
+    """
+    head_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -52,3 +57,9 @@ def _yarn(rope: RopeParameters, inv_freq: torch.Tensor, head_dim: int) -> torch.
     index = torch.arange(head_dim // 2, dtype=torch.float32)
     scaled = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return inv_freq / rope.factor * scaled + inv_freq * (1 - scaled)
+
+
+def query_scales(temperature: QueryTemperature, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the factors of the queries at positions [T], [T, 1]; 1 within the trained context."""
+    times = torch.floor(positions.float() / temperature.original_max_position_embeddings)
+    return (1 + temperature.beta * torch.log1p(times)).to(dtype).unsqueeze(1)

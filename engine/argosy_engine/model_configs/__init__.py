@@ -1,7 +1,8 @@
 """What config.json says about a model, as far as it determines the computation. No torch.
 
     model_config           what all families have
-    llama_config           Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE
+    llama_config           Llama and what differs from it by its config
+    experts_config         mixtures of experts
     gemma_config           Gemma 2 and the text part of Gemma 3
     deepseek_config        DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2_config            GPT-2

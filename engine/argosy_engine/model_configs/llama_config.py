@@ -1,21 +1,34 @@
-"""LlamaConfig: the config of Llama, Mistral, Qwen2 and Qwen3, which share one decoder."""
+"""LlamaConfig: the config of Llama and of the decoders that differ from it by what their configs say.
+
+`_DIFFERENCES` has for each architecture what is not as in Llama: with defaults, because transformers gives a missing
+field its family's.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from msgspec import Meta
+from msgspec.structs import replace
 
+from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.experts_config import ExpertNames, ExpertsConfig
 from argosy_engine.model_configs.model_config import (
     ModelConfig,
+    NotOurs,
     Positive,
     RawConfig,
     Size,
     layer_count,
     sliding_windows_of,
 )
-from argosy_engine.model_configs.rope_config import RopeParameters, shared_rope_fields
+from argosy_engine.model_configs.rope_config import (
+    QueryTemperature,
+    RopeParameters,
+    rope_fields,
+    shared_rope_fields,
+)
 
 
 class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
@@ -24,41 +37,88 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     intermediate_size: Size
     rms_norm_eps: Positive
     rope: RopeParameters
-    qk_norm: bool
-    """RMSNorm on each head of q and k before RoPE (Qwen3)."""
+    local_rope: RopeParameters | None = None
+    """Of layers with a sliding window, if theirs is another."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without RoPE (NoPE)."""
+    qk_norm: Literal["head", "width"] | None
+    """RMSNorm before RoPE, on each head of q and k (Qwen3) or over all of them at once (OLMo 2)."""
+    norms: Literal["inputs", "outputs", "both"] = "inputs"
+    """Where attention and MLP have RMSNorms: on what they get, or on what they give before it is added."""
     attention_bias: bool
     """Bias on the q, k and v projections (Qwen2)."""
     output_bias: bool
     """Bias on the attention's output projection."""
     mlp_bias: bool
+    has_fused_qkv: bool = False
+    """Whether the checkpoint has q, k and v in one tensor (Phi-3)."""
+    has_fused_mlp: bool = False
+    """Whether it has gate and up in one."""
+    has_sinks: bool = False
+    """Whether each head has a score for no token (gpt-oss)."""
+    temperature: QueryTemperature | None = None
+    attention_multiplier: Positive | None = None
+    """Factor on the scores; None: 1 / sqrt(head_dim)."""
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    """Factor on what attention and MLP add to the residual."""
+    logits_scaling: Positive = 1.0
+    """Logits are divided by it."""
+    experts: ExpertsConfig | None = None
+
+    def rotates(self, index: int) -> bool:
+        return index not in self.unrotated_layers
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        scale = self.attention_multiplier or self.head_dim**-0.5
+        return tuple(
+            replace(layer, scale=scale, has_sinks=self.has_sinks) for layer in super().attention_layers
+        )
+
+    @property
+    def num_routed_experts(self) -> int:
+        return 0 if self.experts is None else self.experts.routing.num_experts
+
+    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
+        sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
+        return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"activation {raw['hidden_act']!r} is not supported, only silu")
         architecture = raw["architectures"][0]
+        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise NotOurs(f"activation {activation!r} is not supported, only silu")
         heads = raw.get("num_attention_heads")
-        has_bias = bool(raw.get("attention_bias", architecture == "Qwen2ForCausalLM"))
-        positions = raw.get("max_position_embeddings", 2048)
-        rope = shared_rope_fields(raw, max_position_embeddings=positions)
-        return {
+        fields = {
             "vocab_size": raw.get("vocab_size"),
             "hidden_size": raw.get("hidden_size"),
             "intermediate_size": raw.get("intermediate_size"),
-            "num_hidden_layers": raw.get("num_hidden_layers"),
+            "num_hidden_layers": layer_count(raw),
             "num_attention_heads": heads,
-            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+            "num_key_value_heads": raw.get("num_key_value_heads", _KV_HEADS.get(architecture)) or heads,
             "head_dim": raw.get("head_dim") or (raw["hidden_size"] // heads if heads else None),
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope": rope,
-            "max_position_embeddings": scaled_positions(rope, positions),
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-            "qk_norm": architecture.startswith("Qwen3"),
-            "attention_bias": has_bias,
-            "output_bias": has_bias and architecture != "Qwen2ForCausalLM",
+            "qk_norm": None,
+            "attention_bias": bool(raw.get("attention_bias", False)),
             "mlp_bias": bool(raw.get("mlp_bias", False)),
-            "sliding_windows": _sliding_windows(architecture, raw),
+            "sliding_windows": (None,) * layer_count(raw),
         }
+        fields |= _DIFFERENCES[architecture](raw)
+        fields.setdefault("output_bias", fields["attention_bias"])
+        positions = fields.pop("positions", None) or raw.get("max_position_embeddings", 2048)
+        if "rope" not in fields:
+            default = fields.pop("rope_theta", 10000.0)
+            part = fields.pop("partial_rotary_factor", None)
+            rope = shared_rope_fields(
+                raw, max_position_embeddings=positions, theta=default, is_partial=part is not None
+            )
+            if part is not None:
+                rope.setdefault("partial_rotary_factor", part)
+            fields["rope"] = {**rope, "is_interleaved": fields.pop("is_interleaved", False)}
+        fields["max_position_embeddings"] = scaled_positions(fields["rope"], positions)
+        return fields
 
 
 def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
@@ -70,61 +130,493 @@ def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
     return positions
 
 
-def _sliding_windows(architecture: str, raw: RawConfig) -> tuple[Any, ...]:
-    layers = layer_count(raw)
-    window = raw.get("sliding_window", 4096)
-    if architecture == "LlamaForCausalLM":
-        return (None,) * layers
-    if architecture == "MistralForCausalLM":
-        return (window,) * layers
-    if not raw.get("use_sliding_window"):
-        return (None,) * layers
-    if architecture == "Qwen3MoeForCausalLM":
-        return (window,) * layers
-    first = raw.get("max_window_layers", 28)
-    kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
-    return sliding_windows_of(raw, window, kinds)
+def _all(raw: RawConfig, window: Any) -> tuple[Any, ...]:
+    return (window,) * layer_count(raw)
 
 
-class Qwen3MoeConfig(LlamaConfig, frozen=True, kw_only=True):
-    """Qwen3 with a sparse MLP in every decoder_sparse_step-th layer, except those in mlp_only_layers."""
+def _first_dense(raw: RawConfig, count: Any) -> tuple[bool, ...]:
+    return tuple(index >= count for index in range(layer_count(raw)))
 
-    num_experts: Annotated[int, Meta(ge=1, le=4096)]
-    num_experts_per_tok: Annotated[int, Meta(ge=1, le=4096)]
-    moe_intermediate_size: Size
-    norm_topk_prob: bool
-    decoder_sparse_step: Annotated[int, Meta(ge=1, le=4096)]
-    mlp_only_layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}"
-            )
+def _head_dim(raw: RawConfig, default: int) -> Any:
+    """Return the head's size, of a family that has a default."""
+    return raw.get("head_dim", default) or raw["hidden_size"] // raw["num_attention_heads"]
 
-    @property
-    def num_routed_experts(self) -> int:
-        return self.num_experts
 
-    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
-        sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
-        if not has_whole_experts:
-            sizes["moe_intermediate_size"] = self.moe_intermediate_size
-        if all(self.is_sparse(index) for index in range(self.num_hidden_layers)):
-            del sizes["intermediate_size"]  # of dense layers
-        return sizes
+def _llama(raw: RawConfig) -> dict[str, Any]:
+    return {}
 
-    def is_sparse(self, index: int) -> bool:
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
-    @classmethod
-    def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
-        return {
-            **super().fields_of(raw),
-            "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
-            "num_experts_per_tok": raw.get("num_experts_per_tok"),
-            "moe_intermediate_size": raw.get("moe_intermediate_size"),
-            "norm_topk_prob": raw.get("norm_topk_prob", False),
-            "decoder_sparse_step": raw.get("decoder_sparse_step", 1),
-            "mlp_only_layers": raw.get("mlp_only_layers") or (),
-        }
+def _mistral(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "positions": raw.get("max_position_embeddings", 131072),
+        "sliding_windows": _all(raw, raw.get("sliding_window", 4096)),
+    }
+
+
+def _ministral3(raw: RawConfig) -> dict[str, Any]:
+    entry = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    beta, trained = entry.get("llama_4_scaling_beta"), entry.get("original_max_position_embeddings")
+    if beta is None or trained is None:
+        raise NotOurs("its RoPE has no llama_4_scaling_beta or no original_max_position_embeddings")
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "sliding_windows": _all(raw, raw.get("sliding_window")),
+        "temperature": {"beta": beta, "original_max_position_embeddings": trained} if beta else None,
+    }
+
+
+def _qwen2(raw: RawConfig) -> dict[str, Any]:
+    has_bias = bool(raw.get("attention_bias", True))
+    windows = _all(raw, None)
+    if raw.get("use_sliding_window"):
+        first = raw.get("max_window_layers", 28)
+        kinds = [
+            "sliding_attention" if index >= first else "full_attention" for index in range(layer_count(raw))
+        ]
+        windows = sliding_windows_of(raw, raw.get("sliding_window", 4096), kinds)
+    return {
+        "attention_bias": has_bias,
+        "output_bias": False,
+        "positions": raw.get("max_position_embeddings", 32768),
+        "sliding_windows": windows,
+    }
+
+
+def _qwen3(raw: RawConfig) -> dict[str, Any]:
+    has_bias = bool(raw.get("attention_bias", False))
+    return {
+        **_qwen2(raw),
+        "head_dim": _head_dim(raw, 128),
+        "qk_norm": "head",
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+    }
+
+
+def _qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
+    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    return tuple(
+        index not in dense and step > 0 and (index + 1) % step == 0 for index in range(layer_count(raw))
+    )
+
+
+def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    return {
+        **_qwen3(raw),
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "sliding_windows": _all(raw, window),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
+                "experts_per_token": raw.get("num_experts_per_tok"),
+                "normalises": raw.get("norm_topk_prob", False),
+            },
+            "inner": raw.get("moe_intermediate_size"),
+            "is_sparse": _qwen_sparse(raw),
+        },
+    }
+
+
+def _qwen2_moe(raw: RawConfig) -> dict[str, Any]:
+    has_bias = bool(raw.get("qkv_bias", True))
+    windows = _all(raw, None)
+    if raw.get("use_sliding_window"):
+        first = raw.get("max_window_layers", 28)
+        kinds = [
+            "sliding_attention" if (index + 1) % 2 and index < first else "full_attention"
+            for index in range(layer_count(raw))
+        ]
+        windows = sliding_windows_of(raw, raw.get("sliding_window", 4096), kinds)
+    return {
+        "attention_bias": has_bias,
+        "output_bias": False,
+        "positions": raw.get("max_position_embeddings", 32768),
+        "sliding_windows": windows,
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_experts", 60),
+                "experts_per_token": raw.get("num_experts_per_tok", 4),
+                "normalises": raw.get("norm_topk_prob", False),
+            },
+            "inner": raw.get("moe_intermediate_size", 1408),
+            "is_sparse": _qwen_sparse(raw),
+            "shared_size": raw.get("shared_expert_intermediate_size", 5632),
+            "shared": "shared_expert",
+            "has_shared_gate": True,
+        },
+    }
+
+
+_MIXTRAL_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+
+
+def _mixtral(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "rope_theta": 1e6,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "sliding_windows": _all(raw, raw.get("sliding_window")),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", 8),
+                "experts_per_token": raw.get("num_experts_per_tok", 2),
+                "normalises": True,
+            },
+            "inner": raw.get("intermediate_size"),
+            "is_sparse": _all(raw, True),
+            "mlp": "block_sparse_moe.",
+            "names": _MIXTRAL_NAMES,
+        },
+    }
+
+
+def _minimax_m2(raw: RawConfig) -> dict[str, Any]:
+    head_dim, rotary_dim = raw.get("head_dim") or 128, raw.get("rotary_dim")
+    return {
+        "head_dim": head_dim,
+        "qk_norm": "width",
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 1.0 if rotary_dim is None else rotary_dim / head_dim,
+        "positions": raw.get("max_position_embeddings", 196608),
+        "num_multi_token_layers": raw.get("num_mtp_modules") or 0,
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", 256),
+                "experts_per_token": raw.get("num_experts_per_tok", 8),
+                "scores": "sigmoid",
+                "normalises": True,
+                "has_correction": True,
+            },
+            "inner": raw.get("intermediate_size"),
+            "is_sparse": _all(raw, True),
+            "mlp": "block_sparse_moe.",
+            "names": replace(_MIXTRAL_NAMES, correction="e_score_correction_bias"),
+        },
+    }
+
+
+def _phi3(raw: RawConfig) -> dict[str, Any]:
+    entry = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if (entry.get("rope_type") or entry.get("type") or "default") != "default":
+        raise NotOurs("Phi-3's RoPE scaling depends on the length of the request")
+    return {
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "positions": raw.get("max_position_embeddings", 4096),
+        "partial_rotary_factor": 1.0,
+        "has_fused_qkv": True,
+        "has_fused_mlp": True,
+        "sliding_windows": _all(raw, raw.get("sliding_window")),
+    }
+
+
+def _granite(raw: RawConfig) -> dict[str, Any]:
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return {name: raw.get(name, 1.0) for name in names}
+
+
+def _granite_moe(raw: RawConfig) -> dict[str, Any]:
+    return {
+        **_granite(raw),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", 8),
+                "experts_per_token": raw.get("num_experts_per_tok", 2),
+                "normalises": True,
+            },
+            "inner": raw.get("intermediate_size"),
+            "is_sparse": _all(raw, True),
+            "mlp": "block_sparse_moe.",
+            "names": ExpertNames(
+                experts="", stacked=("input_linear.weight", "output_linear.weight"), router="router.layer"
+            ),
+        },
+    }
+
+
+def _smollm3(raw: RawConfig) -> dict[str, Any]:
+    layers, every = layer_count(raw), raw.get("no_rope_layer_interval", 4)
+    rotates = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
+    if len(rotates) != layers:
+        raise ConfigError(f"{len(rotates)} no_rope_layers for {layers} layers")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    kinds = ["full_attention" if each or window is None else "sliding_attention" for each in rotates]
+    windows = sliding_windows_of(raw, window, kinds) if window is not None else _all(raw, None)
+    return {
+        "tie_word_embeddings": raw.get("tie_word_embeddings", True),
+        "rope_theta": 2e6,
+        "positions": raw.get("max_position_embeddings", 32768),
+        "unrotated_layers": tuple(index for index, each in enumerate(rotates) if not each),
+        "sliding_windows": windows,
+    }
+
+
+def _olmo2(raw: RawConfig) -> dict[str, Any]:
+    return {"rms_norm_eps": raw.get("rms_norm_eps", 1e-5), "qk_norm": "width", "norms": "outputs"}
+
+
+def _olmo3(raw: RawConfig) -> dict[str, Any]:
+    theta, positions = raw.get("rope_theta") or 5e5, raw.get("max_position_embeddings", 2048)
+    entries = raw.get("rope_parameters") or {}
+    if not entries.keys() <= {"full_attention", "sliding_attention"}:
+        raise NotOurs("its rope_parameters are not by layer type")
+    scaled = {**(entries.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    local = entries.get("sliding_attention") or {}
+    kinds = [
+        "sliding_attention" if (index + 1) % 4 else "full_attention" for index in range(layer_count(raw))
+    ]
+    return {
+        **_olmo2(raw),
+        "rope": rope_fields(scaled, theta=theta, max_position_embeddings=positions),
+        "local_rope": rope_fields(local, theta=theta, max_position_embeddings=positions),
+        "sliding_windows": sliding_windows_of(raw, raw.get("sliding_window", 4096), kinds),
+    }
+
+
+def _olmoe(raw: RawConfig) -> dict[str, Any]:
+    if raw.get("clip_qkv") is not None:
+        raise NotOurs("clip_qkv is not supported")
+    return {
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "qk_norm": "width",
+        "positions": raw.get("max_position_embeddings", 4096),
+        "sliding_windows": _all(raw, raw.get("sliding_window")),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_experts", 64),
+                "experts_per_token": raw.get("num_experts_per_tok", 8),
+                "normalises": raw.get("norm_topk_prob", False),
+            },
+            "inner": raw.get("intermediate_size"),
+            "is_sparse": _all(raw, True),
+        },
+    }
+
+
+def _seed_oss(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "attention_bias": bool(raw.get("attention_bias", True)),
+        "output_bias": bool(raw.get("attention_out_bias", False)),
+        "positions": raw.get("max_position_embeddings", 524288),
+    }
+
+
+def _ernie4_5(raw: RawConfig) -> dict[str, Any]:
+    has_bias = bool(raw.get("use_bias", False))
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", True),
+        "attention_bias": has_bias,
+        "mlp_bias": has_bias,
+        "rope_theta": 5e5,
+        "is_interleaved": True,
+        "positions": raw.get("max_position_embeddings", 131072),
+    }
+
+
+def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
+    if raw.get("use_bias", False):
+        raise NotOurs("use_bias, with which its output head has a bias, is not supported")
+    layers, every = layer_count(raw), raw.get("moe_layer_interval", 1)
+    first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else last
+    inner = raw.get("moe_intermediate_size", 1536)
+    return {
+        **_ernie4_5(raw),
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "num_multi_token_layers": raw.get("num_nextn_predict_layers") or 0,
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("moe_num_experts", 64),
+                "experts_per_token": raw.get("moe_k", 6),
+                "normalises": True,
+                "has_correction": True,
+            },
+            "inner": inner,
+            "is_sparse": tuple(
+                (index + 1) % every == 0 and first <= index <= last for index in range(layers)
+            ),
+            "shared_size": inner * raw.get("moe_num_shared_experts", 2),
+            "names": ExpertNames(correction="moe_statics.e_score_correction_bias"),
+        },
+    }
+
+
+def _glm4(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "head_dim": raw.get("head_dim") or 128,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1.5625e-7),
+        "attention_bias": bool(raw.get("attention_bias", True)),
+        "output_bias": False,
+        "mlp_bias": False,
+        "has_fused_mlp": True,
+        "norms": "both",
+        "is_interleaved": True,
+        "partial_rotary_factor": 0.5,
+        "positions": raw.get("max_position_embeddings", 131072),
+    }
+
+
+def _glm(raw: RawConfig) -> dict[str, Any]:
+    return {**_glm4(raw), "norms": "inputs"}
+
+
+def _deepseek_v3_routing(raw: RawConfig, normalises: bool) -> dict[str, Any]:
+    """Return the routing of what DeepSeek-V3 began (arXiv 2412.19437)."""
+    return {
+        "num_experts": raw.get("n_routed_experts", 128),
+        "experts_per_token": raw.get("num_experts_per_tok", 8),
+        "scores": "sigmoid",
+        "normalises": raw.get("norm_topk_prob", normalises),
+        "scaling": raw.get("routed_scaling_factor", 1.0),
+        "has_correction": True,
+        "num_groups": raw.get("n_group") or 1,
+        "groups_per_token": raw.get("topk_group") or 1,
+    }
+
+
+def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
+    inner = raw.get("moe_intermediate_size", 1408)
+    return {
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
+        "partial_rotary_factor": 0.5,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "num_multi_token_layers": raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 1,
+        "experts": {
+            "routing": _deepseek_v3_routing(raw, normalises=True),
+            "inner": inner,
+            "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 1)),
+            "shared_size": inner * raw.get("n_shared_experts", 1),
+        },
+    }
+
+
+def _dots1(raw: RawConfig) -> dict[str, Any]:
+    layers, window = layer_count(raw), raw.get("sliding_window", 4096)
+    first = raw.get("max_window_layers", 62)
+    kinds = [
+        "sliding_attention" if window is not None and index >= first else "full_attention"
+        for index in range(layers)
+    ]
+    inner = raw.get("moe_intermediate_size", 1408)
+    return {
+        "qk_norm": "head",
+        "mlp_bias": False,
+        "sliding_windows": sliding_windows_of(raw, window, kinds),
+        "experts": {
+            "routing": {
+                **_deepseek_v3_routing(raw, normalises=False),
+                "num_experts": raw.get("n_routed_experts"),
+            },
+            "inner": inner,
+            "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 0)),
+            "shared_size": inner * (raw.get("n_shared_experts") or 0),
+        },
+    }
+
+
+def _exaone4(raw: RawConfig) -> dict[str, Any]:
+    layers, window, every = layer_count(raw), raw.get("sliding_window"), raw.get("sliding_window_pattern")
+    if window is not None and raw.get("layer_types") is None:
+        raise NotOurs(f"its sliding_window_pattern {every!r} comes without layer_types")
+    windows = sliding_windows_of(raw, window, ["full_attention"] * layers)
+    return {
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "qk_norm": "head",
+        "norms": "outputs",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "unrotated_layers": ()
+        if window is None
+        else tuple(index for index, each in enumerate(windows) if each is None),
+        "sliding_windows": windows,
+    }
+
+
+def _gpt_oss(raw: RawConfig) -> dict[str, Any]:
+    alpha, limit = raw.get("swiglu_alpha", 1.702), raw.get("swiglu_limit", 7.0)
+    if (alpha, limit) != (1.702, 7.0):
+        raise NotOurs(f"swiglu_alpha {alpha} and swiglu_limit {limit} are not 1.702 and 7")
+    kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(layer_count(raw))]
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raise NotOurs("it has no RoPE scaling")
+    return {
+        "head_dim": raw.get("head_dim") or 64,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "rope_theta": 150000.0,
+        "attention_bias": bool(raw.get("attention_bias", True)),
+        "has_sinks": True,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "sliding_windows": sliding_windows_of(raw, raw.get("sliding_window", 128), kinds),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", 128),
+                "experts_per_token": raw.get("num_experts_per_tok", 4),
+                "normalises": True,
+            },
+            "inner": raw.get("intermediate_size"),
+            "is_sparse": _all(raw, True),
+            "activation": "swigluoai",
+            "has_router_bias": True,
+            "names": ExpertNames(
+                stacked=("gate_up_proj", "down_proj"),
+                biases=("gate_up_proj_bias", "down_proj_bias"),
+                is_transposed=True,
+                is_interleaved=True,
+                router="router",
+            ),
+        },
+    }
+
+
+_DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
+    "Dots1ForCausalLM": _dots1,
+    "Ernie4_5ForCausalLM": _ernie4_5,
+    "Ernie4_5_MoeForCausalLM": _ernie4_5_moe,
+    "Exaone4ForCausalLM": _exaone4,
+    "Glm4ForCausalLM": _glm4,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "GlmForCausalLM": _glm,
+    "GptOssForCausalLM": _gpt_oss,
+    "GraniteForCausalLM": _granite,
+    "GraniteMoeForCausalLM": _granite_moe,
+    "LlamaForCausalLM": _llama,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
+    "Ministral3ForCausalLM": _ministral3,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "OlmoeForCausalLM": _olmoe,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
+}
+"""By the architecture: fields of LlamaConfig; `positions`, the context that the config tells; and of RopeParameters
+`is_interleaved`, and what holds for configs without `rope_theta` or, where a part of a head may be rotated, without
+`partial_rotary_factor`."""
+_KV_HEADS = {
+    f"{name}ForCausalLM": count
+    for count, names in (
+        (2, ("Ernie4_5", "Glm", "Glm4")),
+        (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
+        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss")),
+        (16, ("Qwen2Moe",)),
+        (32, ("Dots1", "Exaone4", "Qwen2", "Qwen3")),
+    )
+    for name in names
+}
+"""Of configs without `num_key_value_heads`; of other architectures they have as many as query heads."""

@@ -29,6 +29,10 @@ Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
 RawConfig = Mapping[str, Any]
 
 
+class NotOurs(ConfigError):
+    """A config asks a family for what our own code does not compute; transformers' code may."""
+
+
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """A decoder-only transformer as the worker sees it."""
 
@@ -52,6 +56,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sliding_windows: tuple[Size | None, ...]
     """Per layer, the number of tokens that a token attends to, itself included; None: all tokens before it."""
+    num_multi_token_layers: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Layers of the checkpoint after the others, which predict further tokens. They are not used."""
     is_matryoshka: bool = False
     """Whether the leading elements of the model's embeddings are usable embeddings (Matryoshka, arXiv 2205.13147). The
     name is vLLM's; Hugging Face has none."""
@@ -101,10 +107,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return sizes
 
     @property
-    def unused_tensors(self) -> tuple[str, ...]:
-        """Patterns of names of tensors that a checkpoint may have and the model does not use, besides those of its
-        class."""
-        return ()
+    def multi_token_tensors(self) -> tuple[str, ...]:
+        """Patterns of the names of tensors that predict further tokens."""
+        first = self.num_hidden_layers
+        numbers = "|".join(str(first + index) for index in range(self.num_multi_token_layers))
+        return r"(model\.)?mtp\..*", *([rf"model\.layers\.({numbers})\..*"] if numbers else [])
 
     def cached_values(self, tensor_parallel_size: int) -> int:
         """Return the number of elements that a layer keeps of a token on one rank."""
@@ -128,7 +135,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         `of` checks the values against the fields' types and bounds.
 
         Raises:
-            ConfigError: the config asks for something the model does not compute.
+            NotOurs: the config asks for something the model does not compute.
+            ConfigError: it is malformed, or asks for what no model computes.
         """
         raise NotImplementedError
 

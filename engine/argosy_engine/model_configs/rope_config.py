@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.model_config import Positive, RawConfig, Size
+from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, Size
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -32,6 +32,40 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """The share of each head that is rotated: its first elements."""
+    is_interleaved: bool = False
+    """Whether elements 2 i and 2 i + 1 are a pair (GPT-J, GLM), instead of i and i + half of what is rotated."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return the number of elements of a head that are rotated.
+
+        Raises:
+            ConfigError: it is odd or 0, or what is left is odd.
+        """
+        size = int(head_dim * self.partial_rotary_factor)
+        if size < 2 or size % 2 or head_dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor {self.partial_rotary_factor:g} of a head of {head_dim} is {size}; only an even "
+                "part of an even head can be rotated"
+            )
+        return size
+
+    def head_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """Return the order in which a head's elements have to be so that i and i + head_dim / 2 are pairs, those that
+        are rotated before the others; None: they are in this order.
+
+        Queries and keys in the same order have the same products, so the kernels know only one layout.
+        """
+        size = self.rotary_dim(head_dim)
+        if size == head_dim and not self.is_interleaved:
+            return None
+        middle = size + (head_dim - size) // 2
+        if self.is_interleaved:
+            firsts, seconds = range(0, size, 2), range(1, size, 2)
+        else:
+            firsts, seconds = range(size // 2), range(size // 2, size)
+        return (*firsts, *range(size, middle), *seconds, *range(middle, head_dim))
 
     def __post_init__(self) -> None:
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -53,6 +87,13 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 
+class QueryTemperature(Struct, frozen=True, kw_only=True):
+    """Queries grow with their position, by 1 + beta * log(1 + floor(position / trained context)) (Llama 4)."""
+
+    beta: Positive
+    original_max_position_embeddings: Size
+
+
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -65,15 +106,21 @@ _OPTIONAL = {
 }  # fmt: skip
 
 
-def shared_rope_fields(raw: RawConfig, *, max_position_embeddings: Any) -> dict[str, Any]:
+def shared_rope_fields(
+    raw: RawConfig, *, max_position_embeddings: Any, theta: float = 10000.0, is_partial: bool = False
+) -> dict[str, Any]:
     """Map the RoPE fields of a config whose layers all have the same RoPE to fields of RopeParameters, as transformers
     reads them: `rope_scaling` wins over `rope_parameters`, and the trained context beside them over one in them.
+
+    Args:
+        theta: the base if the config has none.
+        is_partial: see `rope_fields`.
 
     Raises:
         ConfigError: as `rope_fields`, or the two have different bases: transformers' one has no part of the other.
     """
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters") or {}
-    theta = raw.get("rope_theta") or 10000.0
+    theta = raw.get("rope_theta") or theta
     entry = dict(scaling or parameters)
     if any(isinstance(value, dict) for value in entry.values()):
         raise ConfigError("RoPE parameters by layer type are not supported for this architecture")
@@ -86,23 +133,26 @@ def shared_rope_fields(raw: RawConfig, *, max_position_embeddings: Any) -> dict[
     for name in ("original_max_position_embeddings", "partial_rotary_factor"):
         if raw.get(name) is not None and (name.startswith("original") or entry.get(name) is None):
             entry[name] = raw[name]
-    return rope_fields(entry, theta=theta, max_position_embeddings=max_position_embeddings)
+    return rope_fields(
+        entry, theta=theta, max_position_embeddings=max_position_embeddings, is_partial=is_partial
+    )
 
 
-def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: Any) -> dict[str, Any]:
+def rope_fields(
+    parameters: RawConfig, *, theta: Any, max_position_embeddings: Any, is_partial: bool = False
+) -> dict[str, Any]:
     """Map a config's RoPE entry (`rope_parameters`, or `rope_scaling` in older configs) to fields of RopeParameters.
 
     Args:
         theta, max_position_embeddings: the model config's values, used where the entry has none.
+        is_partial: whether the family's models rotate a part of each head if `partial_rotary_factor` says so.
 
     Raises:
         ConfigError: the kind is not supported, or a parameter that it needs is missing.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KINDS:
-        raise ConfigError(f"RoPE scaling {kind!r} is not supported; there is: {', '.join(_KINDS)}")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ConfigError("partial_rotary_factor is not supported")
+        raise NotOurs(f"RoPE scaling {kind!r} is not supported; there is: {', '.join(_KINDS)}")
     missing = [name for name in _NEEDED[kind] if parameters.get(name) is None]
     if missing:
         raise ConfigError(f"RoPE scaling {kind!r} lacks {', '.join(missing)}")
@@ -110,6 +160,11 @@ def rope_fields(parameters: RawConfig, *, theta: Any, max_position_embeddings: A
     fields = {name: parameters[name] for name in names if parameters.get(name) is not None}
     if kind == "yarn":
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+    part = parameters.get("partial_rotary_factor")
+    if part is not None and is_partial:
+        fields["partial_rotary_factor"] = part
+    elif part not in (None, 1, 1.0):
+        raise NotOurs("partial_rotary_factor is not supported")
     return {"kind": kind, "theta": parameters.get("rope_theta") or theta, **fields}
 
 

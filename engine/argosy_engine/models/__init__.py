@@ -1,8 +1,7 @@
 """Model architectures: the forward pass over flattened tokens, made of `layers` from a `checkpoint`.
 
     registry               architectures by their name in config.json
-    llama                  Llama, Mistral, Qwen2 and Qwen3
-    qwen3_moe              Qwen3-MoE
+    llama                  Llama and what differs from it by its config: Qwen, Mistral, GLM, gpt-oss, ...
     gemma                  Gemma 2 and the text part of Gemma 3
     deepseek               DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2, opt              GPT-2, OPT

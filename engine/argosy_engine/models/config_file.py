@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, read_json
+from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
-from argosy_engine.model_configs.transformers_config import read_hf_config
+from argosy_engine.model_configs.transformers_config import TransformersConfig, read_hf_config
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
     READ_OF_WRAPPERS,
@@ -56,7 +56,8 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
         raise ConfigError(f"{file}{' with --hf-overrides' if overrides else ''}: {error}") from None
     if use is None:
         return config
-    config = msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use))
+    is_ours = not isinstance(config, TransformersConfig)
+    config = msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use, is_ours=is_ours))
     if unread := overrides.keys() - raw.read:
         raise ConfigError(
             f"--hf-overrides: {', '.join(sorted(unread))}: what this engine reads of the config of a "
@@ -87,7 +88,6 @@ def parse_config(
     if is_wrapper(raw, architecture):
         wrapper = architecture
         raw, architecture = _text_part(raw, architecture, model_impl)
-    config_class = registry.config_class(architecture, model_impl)
     quantization = parse_quantization(raw, hf_quant_config)
     common = {
         "wrapper": wrapper,
@@ -98,6 +98,22 @@ def parse_config(
         "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
         "quantization": quantization if wrapper is None else text_quantization(quantization),
     }
+    try:
+        return _config(raw, architecture, model_impl, common)
+    except NotOurs as reason:
+        if not registry.falls_back(architecture, model_impl):
+            raise
+        try:
+            return _config(raw, architecture, "transformers", common)
+        except ConfigError as error:
+            raise ConfigError(f"{reason}, and by transformers' code: {error}") from None
+
+
+def _config(
+    raw: _WatchedConfig, architecture: str, model_impl: ModelImpl, common: Mapping[str, Any]
+) -> ModelConfig:
+    """Read the fields of a family, and add those that all have."""
+    config_class = registry.config_class(architecture, model_impl)
     try:
         fields = config_class.fields_of(raw.with_architecture(registry.decoder_of(architecture, model_impl)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:

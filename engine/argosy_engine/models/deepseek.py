@@ -12,9 +12,10 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear import Linear
+from argosy_engine.layers.mlp import GatedMLP, sparse_mlp
 from argosy_engine.layers.norms import InputNorm
 from argosy_engine.model_configs.deepseek_config import DeepseekConfig
-from argosy_engine.models.llama import MLP, GatedMLP
+from argosy_engine.models.llama import MLP
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 _LATENT_EPS = 1e-6
@@ -38,6 +39,8 @@ class LatentSelfAttention:
     ) -> None:
         hidden, bias = config.hidden_size, config.attention_bias
         width = params.num_heads * params.qk_head_dim
+        compressed = (config.q_lora_rank or 0) + params.kv_lora_rank
+        head_order = _rotated_at(params.qk_nope_head_dim, config)
         compressing = {prefix + "kv_a_proj_with_mqa": params.cached_dim}
         self._widths = [config.q_lora_rank or 0, params.cached_dim]
         self.q_norm: InputNorm | None = None
@@ -45,14 +48,16 @@ class LatentSelfAttention:
         self.q: Linear
         """From those, or from the hidden states."""
         if config.q_lora_rank is None:
-            self.q = factory.column_linear({prefix + "q_proj": width}, hidden)
+            self.q = factory.column_linear({prefix + "q_proj": width}, hidden, head_order=head_order)
         else:
             compressing = {prefix + "q_a_proj": config.q_lora_rank, **compressing}
-            self.q = factory.column_linear({prefix + "q_b_proj": width}, config.q_lora_rank)
+            self.q = factory.column_linear(
+                {prefix + "q_b_proj": width}, config.q_lora_rank, head_order=head_order
+            )
             self.q_norm = factory.input_norm(
                 prefix + "q_a_layernorm", config.q_lora_rank, _LATENT_EPS, feeds=self.q
             )
-        self.compress = factory.linear(compressing, hidden, bias=bias)
+        self.compress = factory.linear(compressing, hidden, bias=bias, order=_rotated_at(compressed, config))
         self.attention = factory.latent_attention(params, rotary, _LATENT_EPS, prefix=prefix)
         self.output = factory.row_linear(
             prefix + "o_proj", params.num_heads * params.v_head_dim, hidden, bias=bias
@@ -68,6 +73,13 @@ class LatentSelfAttention:
         compressed_q, compressed = self.compress(x).split(self._widths, dim=1)
         q = self.q(x if self.q_norm is None else self.q_norm(compressed_q))
         return self.output(self.attention(q, compressed, meta))
+
+
+def _rotated_at(start: int, config: DeepseekConfig) -> tuple[int, ...] | None:
+    """Return the order that brings features to halves that rotate, of which those from `start` on are rotated; None: they
+    are in this order."""
+    order = config.rope.head_order(config.qk_rope_head_dim)
+    return None if order is None else (*range(start), *(start + index for index in order))
 
 
 class DeepseekLayer:
@@ -87,7 +99,7 @@ class DeepseekLayer:
         self.input_norm = factory.input_norm(
             prefix + "input_layernorm", hidden, eps, feeds=self.self_attention
         )
-        self.mlp = _make_mlp(config, factory, prefix + "mlp.", index)
+        self.mlp = _make_mlp(config, factory, prefix, index)
         self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=self.mlp)
 
     def __call__(
@@ -110,10 +122,10 @@ class DeepseekLayer:
 
 
 def _make_mlp(config: DeepseekConfig, factory: LayerFactory, prefix: str, index: int) -> MLP:
-    hidden = config.hidden_size
-    if not config.sparse_layers[index]:
-        return GatedMLP(factory, prefix, hidden, config.intermediate_size, bias=config.mlp_bias)
-    raise NotImplementedError
+    hidden, experts = config.hidden_size, config.experts
+    if experts is None or not experts.is_sparse[index]:
+        return GatedMLP(factory, prefix + "mlp.", hidden, config.intermediate_size, bias=config.mlp_bias)
+    return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
 
 
 class Deepseek:

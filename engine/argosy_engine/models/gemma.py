@@ -16,38 +16,14 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.mlp import GatedMLP
 from argosy_engine.layers.norms import RMSNorm
 from argosy_engine.model_configs.gemma_config import GemmaConfig
-from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 def gemma_rms_norm(factory: LayerFactory, name: str, size: int, eps: float) -> RMSNorm:
     """Make x / rms(x) * (1 + weight)."""
     return factory.rms_norm(name, size, eps, adds_one=True)
-
-
-class GeGLU:
-    """down(gelu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int) -> None:
-        self.down = factory.row_linear(prefix + "down_proj", inner, hidden)
-        self.gate_up = factory.gated_linear(
-            prefix + "gate_proj",
-            prefix + "up_proj",
-            inner,
-            hidden,
-            bias=False,
-            feeds=self.down,
-            activation="gelu_pytorch_tanh",
-        )
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.gate_up.input_quantization
-
-    def partial(self, x: Activations) -> torch.Tensor:
-        """Return what `down.sum_ranks` makes the output of."""
-        return self.down.partial(self.gate_up(x))
 
 
 class GemmaLayer:
@@ -83,7 +59,9 @@ class GemmaLayer:
         if config.qk_norm:
             q_norm = gemma_rms_norm(factory, attention + "q_norm", head_dim, eps).weight
             k_norm = gemma_rms_norm(factory, attention + "k_norm", head_dim, eps).weight
-        self.mlp = GeGLU(factory, prefix + "mlp.", hidden, config.intermediate_size)
+        self.mlp = GatedMLP(
+            factory, prefix + "mlp.", hidden, config.intermediate_size, activation="gelu_pytorch_tanh"
+        )
         self.pre_mlp_norm = factory.input_norm(
             prefix + "pre_feedforward_layernorm", hidden, eps, feeds=self.mlp, adds_one=True
         )

@@ -1,4 +1,4 @@
-"""Llama: the decoder shared by Llama, Mistral, Qwen2 and Qwen3, which differ only in their configs.
+"""Llama, and the decoders that differ from it by their configs (`llama_config` lists them).
 
 The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
 fused (q, k, v; gate, up), so a layer takes four matrix products.
@@ -6,7 +6,6 @@ fused (q, k, v; gate, up), so a layer takes four matrix products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,8 +17,10 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.mlp import GatedMLP, sparse_mlp
+from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.quantized_rows import Activations, RowQuantization, TakesRows
+from argosy_engine.quantized_rows import Activations, TakesRows
 
 
 class MLP(TakesRows, Protocol):
@@ -30,36 +31,63 @@ class MLP(TakesRows, Protocol):
         ...
 
 
-MakeMLP = Callable[[LayerFactory, str, int], MLP]
+class LlamaAttention:
+    """Attention with its projections, from normed hidden states to what is added to the residual."""
 
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int, *, bias: bool) -> None:
-        self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
-        self.gate_up = factory.gated_linear(
-            prefix + "gate_proj", prefix + "up_proj", inner, hidden, bias=bias, feeds=self.down
+    def __init__(
+        self,
+        config: LlamaConfig,
+        factory: LayerFactory,
+        prefix: str,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
+        hidden, dim, eps = config.hidden_size, params.head_dim, config.rms_norm_eps
+        rope = config.rope if rotary is not None else None
+        names = ("qkv_proj",) if config.has_fused_qkv else ("q_proj", "k_proj", "v_proj")
+        self.qkv = factory.qkv_linear(
+            [prefix + name for name in names], params, hidden, bias=config.attention_bias, rope=rope
         )
+        self.output = factory.row_linear(
+            prefix + "o_proj", params.num_heads * dim, hidden, bias=config.output_bias
+        )
+        q_norm = k_norm = self.width_norm = None
+        if config.qk_norm == "head":
+            q_norm, k_norm = (
+                factory.head_weight(f"{prefix}{name}_norm.weight", dim, rope) for name in ("q", "k")
+            )
+        elif config.qk_norm == "width":
+            self.width_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+        sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None
+        self.temperature = config.temperature
+        self.attention = factory.attention(
+            params,
+            AttentionWeights(rotary, q_norm, k_norm, eps, sinks=sinks),
+            prefix=prefix,
+            feeds=self.output,
+        )
+        self._q_size = self.attention.params.num_heads * dim
 
     @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.gate_up.input_quantization
+    def is_plain(self) -> bool:
+        """Whether nothing comes between the projections and `attention`."""
+        return self.width_norm is None and self.temperature is None
 
-    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return self.down.sum_ranks(self.partial(x))
-
-    def partial(self, x: Activations) -> torch.Tensor:
-        """Return what `down.sum_ranks` makes the output of."""
-        return self.down.partial(self.gate_up(x))
+    def attend(self, qkv: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Return what `output` makes of attention over q, k and v, [T, hidden_size]. qkv may be changed in place."""
+        if self.width_norm is not None:
+            qkv = self.width_norm(qkv)
+        if self.temperature is not None:
+            scales = meta.shared.get(self.temperature)
+            if scales is None:
+                scales = query_scales(self.temperature, meta.positions, qkv.dtype)
+                meta.shared[self.temperature] = scales
+            qkv[:, : self._q_size] *= scales
+        return self.output(self.attention(qkv, meta))
 
 
 class DecoderLayer:
-    """Attention and MLP, each after an RMSNorm.
-
-    Args:
-        make_mlp: makes the MLP from (factory, prefix, layer index).
-    """
+    """Attention and MLP, each after an RMSNorm."""
 
     def __init__(
         self,
@@ -67,47 +95,30 @@ class DecoderLayer:
         factory: LayerFactory,
         index: int,
         params: AttentionParams,
-        rotary: RotaryEmbedding,
-        make_mlp: MakeMLP,
+        rotary: RotaryEmbedding | None,
+        mlp: MLP,
     ) -> None:
         prefix = f"model.layers.{index}."
-        eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        attention = prefix + "self_attn."
-        self.qkv = factory.qkv_linear(
-            [attention + name for name in ("q_proj", "k_proj", "v_proj")],
-            params,
-            hidden,
-            bias=config.attention_bias,
-        )
-        self.input_norm = factory.input_norm(prefix + "input_layernorm", hidden, eps, feeds=self.qkv)
-        self.output = factory.row_linear(
-            attention + "o_proj", params.num_heads * head_dim, hidden, bias=config.output_bias
-        )
-        q_norm = k_norm = None
-        if config.qk_norm:
-            q_norm = factory.take(attention + "q_norm.weight", head_dim)
-            k_norm = factory.take(attention + "k_norm.weight", head_dim)
-        self.mlp = make_mlp(factory, prefix + "mlp.", index)
-        self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=self.mlp)
-        self.attention = factory.attention(
-            params,
-            AttentionWeights(rotary, q_norm, k_norm, eps),
-            prefix=attention,
-            feeds=self.output,
-        )
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        self.mlp = mlp
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.input_norm = factory.input_norm(prefix + "input_layernorm", hidden, eps, feeds=self.block.qkv)
+        self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=mlp)
+        self.attention = self.block.attention
+        self.multiplier = config.residual_multiplier
         self._project = factory.part(DecoderLayer.project)
         self._feed_forward = factory.part(DecoderLayer.feed_forward)
         self._hidden = hidden
 
     def parts(self) -> DecoderParts | None:
-        """Return the layer's parts for `LayerFactory.fuse_decoder`; None if its MLP is not a gated one."""
-        if not isinstance(self.mlp, GatedMLP):
+        """Return the layer's parts for `LayerFactory.fuse_decoder`; None if it has others than Llama's."""
+        if not isinstance(self.mlp, GatedMLP) or not self.block.is_plain or self.multiplier != 1.0:
             return None
         return DecoderParts(
             self.input_norm,
-            self.qkv,
+            self.block.qkv,
             self.attention,
-            self.output,
+            self.block.output,
             self.post_norm,
             self.mlp.gate_up,
             self.mlp.down,
@@ -124,17 +135,19 @@ class DecoderLayer:
         The sum is left to the next norm, which reads both anyway. The residual is updated in place.
         """
         if residual is None:
-            residual, qkv = x, self.qkv(self.input_norm(x))
+            residual, qkv = x, self.block.qkv(self.input_norm(x))
         else:
             qkv = self._project(self, x, residual)
-        attended = self.output(self.attention(qkv, meta))
+        attended = self._scaled(self.block.attend(qkv, meta))
         if isinstance(self.mlp, GatedMLP):
-            return self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual)), residual
-        return self.mlp(self.post_norm.after_adding(attended, residual), meta.slot_mapping), residual
+            out = self.mlp.down.sum_ranks(self._feed_forward(self, attended, residual))
+        else:
+            out = self.mlp(self.post_norm.after_adding(attended, residual), meta.slot_mapping)
+        return self._scaled(out), residual
 
     def project(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add x to the residual and return q, k and v of the norm of the sum."""
-        return self.qkv(self.input_norm.after_adding(x, residual))
+        return self.block.qkv(self.input_norm.after_adding(x, residual))
 
     def feed_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add x to the residual and return the gated MLP's partial output of the norm of the sum."""
@@ -147,6 +160,57 @@ class DecoderLayer:
         if isinstance(self.mlp, GatedMLP):
             parts.append(CompilablePart(self._feed_forward, widths))
         return parts
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+class OutputNormLayer:
+    """Attention and MLP with an RMSNorm on the output of each (OLMo 2) and, if `config.norms` is `both`, one on the
+    input of each as well (GLM-4)."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        factory: LayerFactory,
+        index: int,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+        mlp: MLP,
+    ) -> None:
+        prefix = f"model.layers.{index}."
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        self.mlp = mlp
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.attention = self.block.attention
+        self.input_norm = self.mlp_norm = None
+        if config.norms == "both":
+            self.input_norm = factory.input_norm(
+                prefix + "input_layernorm", hidden, eps, feeds=self.block.qkv
+            )
+            self.mlp_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=mlp)
+            names = "post_self_attn_layernorm", "post_mlp_layernorm"
+        else:
+            names = "post_attention_layernorm", "post_feedforward_layernorm"
+        self.attended_norm, self.output_norm = (
+            factory.rms_norm(prefix + name, hidden, eps) for name in names
+        )
+
+    def parts(self) -> None:
+        return None
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DecoderLayer`."""
+        residual = x if residual is None else residual.add_(x)
+        normed = residual if self.input_norm is None else self.input_norm(residual)
+        residual.add_(self.attended_norm(self.block.attend(self.block.qkv(normed), meta)))
+        normed = residual if self.mlp_norm is None else self.mlp_norm(residual)
+        return self.output_norm(self.mlp(normed, meta.slot_mapping)), residual
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        return []
 
 
 class Llama:
@@ -161,10 +225,16 @@ class Llama:
         before = factory.before_layers(is_tied=config.tie_word_embeddings)
         self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
         rotary = factory.rotary(config.rope, config.head_dim)
-        self.layers = [
-            DecoderLayer(config, factory, index, params, rotary, self.make_mlp)
-            for index, params in factory.own_layers(config.attention_layers, AttentionParams)
-        ]
+        local = config.local_rope
+        local_rotary = rotary if local is None else factory.rotary(local, config.head_dim)
+        make_layer = DecoderLayer if config.norms == "inputs" else OutputNormLayer
+        self.layers: list[DecoderLayer | OutputNormLayer] = []
+        for index, params in factory.own_layers(config.attention_layers, AttentionParams):
+            used = rotary if config.sliding_windows[index] is None else local_rotary
+            mlp = self.make_mlp(factory, f"model.layers.{index}.", index)
+            self.layers.append(
+                make_layer(config, factory, index, params, used if config.rotates(index) else None, mlp)
+            )
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
@@ -173,8 +243,23 @@ class Llama:
         self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
 
     def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
-        config = self.config
-        return GatedMLP(factory, prefix, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        """Make the MLP of a layer.
+
+        Args:
+            prefix: of the layer's tensors.
+        """
+        config, experts = self.config, self.config.experts
+        hidden = config.hidden_size
+        if experts is None or not experts.is_sparse[index]:
+            return GatedMLP(
+                factory,
+                prefix + "mlp.",
+                hidden,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                is_fused=config.has_fused_mlp,
+            )
+        return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -182,7 +267,10 @@ class Llama:
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
-        x = self.embedding(inputs.token_ids) if inputs.hidden is None else inputs.hidden
+        if (x := inputs.hidden) is None:
+            x = self.embedding(inputs.token_ids)
+            if self.config.embedding_multiplier != 1.0:
+                x = x * self.config.embedding_multiplier
         if self.fused is not None:
             return self.fused(x, inputs.meta)
         residual: torch.Tensor | None = None
@@ -196,4 +284,6 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
-        return self.lm_head.logits(self.norm(hidden))
+        logits = self.lm_head.logits(self.norm(hidden))
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling

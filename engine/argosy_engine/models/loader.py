@@ -182,9 +182,9 @@ def load_model(
             plan,
             [
                 *model_class.ignored_tensors,
-                *config.unused_tensors,
                 *_unused_heads(config),
                 *_kv_scales(config),
+                *config.multi_token_tensors,
             ],
         )
         with (

@@ -41,11 +41,12 @@ class _Modules(NamedTuple):
     normalizes: bool
 
 
-def pooling_spec(path: Path, raw: RawConfig, use: ModelUse) -> PoolingSpec | None:
+def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) -> PoolingSpec | None:
     """Return how a checkpoint pools; None if it is served to generate.
 
     Args:
         raw: config.json with the overrides.
+        is_ours: whether our own modelling code runs it.
 
     Raises:
         ConfigError: the checkpoint cannot be used so, flags contradict each other, or a file is malformed.
@@ -56,7 +57,7 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse) -> PoolingSpec | Non
     if use.convert in ("embed", "classify") and asked != use.convert:
         raise ConfigError(f"--pooler-config asks for the task {asked}, and --convert for {use.convert}")
     runner = use.runner
-    if not registry.is_native(architecture, use.model_impl):
+    if not is_ours:
         if own_task is not None or asked is not None or runner == "pooling":
             raise ConfigError(
                 f"{architecture} is run by transformers' modelling code, which only generates here: leave out what "

@@ -73,27 +73,41 @@ class _Family(NamedTuple):
 
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
-_DEEPSEEK = ("deepseek_config:DeepseekConfig", "deepseek:Deepseek")
+_LLAMAS = (
+    *(
+        "Dots1",
+        "Ernie4_5",
+        "Ernie4_5_Moe",
+        "Exaone4",
+        "Glm",
+        "Glm4",
+        "Glm4Moe",
+        "GptOss",
+        "Granite",
+        "GraniteMoe",
+    ),
+    *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
+    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"),
+)
+"""Decoders of `llama_config`."""
+_DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+"""Those of `deepseek_config`."""
+
+
+def _family(name: str, config: str, model: str) -> _Family:
+    return _Family(config, model, f"{name}Model", f"{name}ForSequenceClassification")
+
+
 _FAMILIES = {
-    "DeepseekV2ForCausalLM": _Family(*_DEEPSEEK, "DeepseekV2Model", "DeepseekV2ForSequenceClassification"),
-    "DeepseekV3ForCausalLM": _Family(*_DEEPSEEK, "DeepseekV3Model", "DeepseekV3ForSequenceClassification"),
-    "GPT2LMHeadModel": _Family(
-        "gpt2_config:GPT2Config", "gpt2:GPT2", "GPT2Model", "GPT2ForSequenceClassification"
-    ),
-    "Gemma2ForCausalLM": _Family(*_GEMMA, "Gemma2Model", "Gemma2ForSequenceClassification"),
-    "Gemma3ForCausalLM": _Family(*_GEMMA, "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
-    "Glm4MoeLiteForCausalLM": _Family(*_DEEPSEEK, "Glm4MoeLiteModel", "Glm4MoeLiteForSequenceClassification"),
-    "LlamaForCausalLM": _Family(*_LLAMA, "LlamaModel", "LlamaForSequenceClassification"),
-    "MistralForCausalLM": _Family(*_LLAMA, "MistralModel", "MistralForSequenceClassification"),
-    "OPTForCausalLM": _Family("opt_config:OPTConfig", "opt:OPT", "OPTModel", "OPTForSequenceClassification"),
-    "Qwen2ForCausalLM": _Family(*_LLAMA, "Qwen2Model", "Qwen2ForSequenceClassification"),
-    "Qwen3ForCausalLM": _Family(*_LLAMA, "Qwen3Model", "Qwen3ForSequenceClassification"),
-    "Qwen3MoeForCausalLM": _Family(
-        "llama_config:Qwen3MoeConfig",
-        "qwen3_moe:Qwen3Moe",
-        "Qwen3MoeModel",
-        "Qwen3MoeForSequenceClassification",
-    ),
+    **{
+        f"{name}ForCausalLM": _family(name, "deepseek_config:DeepseekConfig", "deepseek:Deepseek")
+        for name in _DEEPSEEKS
+    },
+    "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
+    "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
+    "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
+    "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
+    **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
 }
 """By the architecture that generates."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -154,6 +168,11 @@ def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[Mode
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the model class of an architecture of ours."""
     return _load("models", _FAMILIES[_GENERATING[architecture]].model)
+
+
+def falls_back(architecture: str, model_impl: ModelImpl) -> bool:
+    """Whether transformers' code may run an architecture of ours whose config asks for more than ours computes."""
+    return model_impl == "auto" and architecture in _FAMILIES
 
 
 def architectures() -> list[str]:

@@ -135,8 +135,12 @@ def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str,
     return {
         name: count
         for name, count in elements.items()
-        if not any(re.fullmatch(pattern, name) for pattern in config.unused_tensors)
+        if not any(re.fullmatch(pattern, name) for pattern in config.multi_token_tensors)
     }
+
+
+_EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
+"""In the names of experts' tensors."""
 
 
 def rank_elements(
@@ -153,7 +157,7 @@ def rank_elements(
     held = {
         name: count
         if count <= widest
-        else -(-count // (expert_size if expert_size and ".experts." in name else size))
+        else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
     held["replicated"] = config.num_hidden_layers * config.replicated_elements(size)

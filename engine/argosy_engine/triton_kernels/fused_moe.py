@@ -9,16 +9,18 @@ cores: small batches are bound by reading weights, which this halves, and activa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.activations import gelu_tanh, silu
+from argosy_engine.triton_kernels.activations import gelu_tanh, silu, swigluoai
 from argosy_engine.triton_kernels.device_traits import DeviceTraits, device_traits
 from argosy_engine.triton_kernels.launch import launch
 from argosy_engine.triton_kernels.moe_routing import Routing, route
 
+Activation = Literal["silu", "gelu", "swigluoai"]
 _GROUP = 8
 """Tiles that run over the same columns of the weights one after another, so that they find them in the L2 cache."""
 
@@ -41,6 +43,7 @@ def _gate_up_experts(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     out_ptr,
     pairs_ptr,
     tile_experts_ptr,
@@ -56,7 +59,7 @@ def _gate_up_experts(
     inner,
     columns,
     K: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -97,8 +100,14 @@ def _gate_up_experts(
         scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
         gate *= tl.load(scale)[None, :]
         up *= tl.load(scale + inner * scale_stride)[None, :]
-    if IS_GELU:
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * 2 * inner + gate_row
+        gate += tl.load(bias).to(tl.float32)[None, :]
+        up += tl.load(bias + inner).to(tl.float32)[None, :]
+    if ACTIVATION == "gelu":
         product = gelu_tanh(gate) * up
+    elif ACTIVATION == "swigluoai":
+        product = swigluoai(gate, up)
     else:
         product = silu(gate) * up
     out = out_ptr + row.to(tl.int64)[:, None] * inner + n[None, :]
@@ -110,6 +119,7 @@ def _down_experts(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     out_ptr,
     routing_weights_ptr,
     pairs_ptr,
@@ -154,6 +164,8 @@ def _down_experts(
         total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
     if scale_ptr is not None:
         total *= tl.load(scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride)[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + expert * hidden + n % hidden).to(tl.float32)[None, :]
     pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
     total *= tl.load(routing_weights_ptr + pair, mask=is_row, other=0.0)[:, None]
     out = out_ptr + pair.to(tl.int64)[:, None] * hidden + n[None, :]
@@ -181,12 +193,15 @@ def fused_moe(
     experts_per_token: int,
     *,
     normalises: bool,
-    is_gelu: bool = False,
+    activation: Activation = "silu",
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     first_expert: int = 0,
     out: torch.Tensor | None = None,
+    **choice: Any,
 ) -> torch.Tensor:
     """Run each token through its k best experts, gated MLPs, and return the weighted sum, [T, hidden].
 
@@ -199,12 +214,15 @@ def fused_moe(
         w2: down projections, [num_experts, hidden, inner], w1's dtype.
         experts_per_token: k.
         normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
-        is_gelu: gelu (tanh approximation) instead of silu.
+        activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`).
         w1_scale: float32 factors of FP8 weights: [num_experts], or [num_experts, 2 * inner] for one per channel.
         w2_scale: [num_experts] or [num_experts, hidden].
+        w1_bias: [num_experts, 2 * inner], contiguous; None: none.
+        w2_bias: [num_experts, hidden], contiguous.
         slot_mapping: int64 [T]; rows with -1 are padding: no expert computes them and their output is 0.
         first_expert: index of the first expert of the weights.
         out: [T, hidden]; default: allocated with x's dtype.
+        choice: further arguments of `moe_routing.route`, for other ways to choose experts.
 
     Raises:
         ValueError: the device has no FP8 for FP8 weights, or such weights have no scales, or other weights have them.
@@ -220,7 +238,7 @@ def fused_moe(
     tile_rows = _tile_rows(tokens * k / logits.shape[1], x.dtype)
     held = range(first_expert, first_expert + len(w1))
     routing = route(
-        logits, k, normalises=normalises, tile_rows=tile_rows, slot_mapping=slot_mapping, held=held
+        logits, k, normalises=normalises, tile_rows=tile_rows, slot_mapping=slot_mapping, held=held, **choice
     )
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     products = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
@@ -236,6 +254,7 @@ def fused_moe(
         x_ptr=x,
         weight_ptr=w1,
         scale_ptr=w1_scale,
+        bias_ptr=w1_bias,
         out_ptr=activated,
         **_tiles(routing),
         x_stride=x.stride(0),
@@ -246,7 +265,7 @@ def fused_moe(
         inner=inner,
         columns=columns,
         K=k,
-        IS_GELU=is_gelu,
+        ACTIVATION=activation,
         **tiling.constants(hidden),
     )
     tiling = _Tiling.choose(traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1)
@@ -259,6 +278,7 @@ def fused_moe(
         x_ptr=activated,
         weight_ptr=w2,
         scale_ptr=w2_scale,
+        bias_ptr=w2_bias,
         out_ptr=products,
         routing_weights_ptr=routing.weights,
         **_tiles(routing),

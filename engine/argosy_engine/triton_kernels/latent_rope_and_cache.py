@@ -1,8 +1,7 @@
 """latent_rope_and_cache: what comes before attention over latents, in one launch.
 
 The norm of a token's latent, the rotary embedding (arXiv 2104.09864) of its key and of the queries' rotated parts, and
-the write of latent and key to their slot of the paged cache. Arithmetic is in float32 and results are rounded once. A
-rotated pair stays where it was, in queries and keys alike, which leaves their products as they are.
+the write of latent and key to their slot of the paged cache. Arithmetic is in float32 and results are rounded once.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ def _latent_rope_and_cache(
     ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
@@ -65,13 +63,13 @@ def _latent_rope_and_cache(
         tl.store(cached + column, latent.to(cache_ptr.dtype.element_ty), mask=mask)
         _rotate(
             compressed + RANK, cached + RANK, tl.full([1, 1], 0, tl.int32), 0, half < HALF, half, cosine, sine,
-            HALF, IS_INTERLEAVED,
+            HALF,
         )  # fmt: skip
     else:
         head = ((program - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         q = q_ptr + token * q_stride + NOPE
         is_rotated = (head < num_heads) & (half < HALF)
-        _rotate(q, q, head, NOPE + ROPE, is_rotated, half, cosine, sine, HALF, IS_INTERLEAVED)
+        _rotate(q, q, head, NOPE + ROPE, is_rotated, half, cosine, sine, HALF)
 
 
 @triton.jit
@@ -85,15 +83,10 @@ def _rotate(
     cosine,
     sine,
     HALF: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
 ):
-    """Read rotated parts from x and write them to out, each pair to where it was; head is [heads, 1]."""
-    if IS_INTERLEAVED:
-        first_at = head * head_stride + 2 * half
-        second_at = first_at + 1
-    else:
-        first_at = head * head_stride + half
-        second_at = first_at + HALF
+    """Rotate halves of parts of heads from x and write them to out; head is [heads, 1]."""
+    first_at = head * head_stride + half
+    second_at = first_at + HALF
     first = tl.load(x + first_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + second_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + first_at, (first * cosine - second * sine).to(out.dtype.element_ty), mask=mask)
@@ -111,7 +104,6 @@ def latent_rope_and_cache(
     *,
     norm: torch.Tensor,
     eps: float,
-    is_interleaved: bool,
 ) -> None:
     """Rotate the queries in place; norm the latents, rotate the keys, and write both to the cache.
 
@@ -126,7 +118,6 @@ def latent_rope_and_cache(
         kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], of q's dtype.
         norm: weight [kv_lora_rank] of the RMSNorm of latents.
         eps: of this norm.
-        is_interleaved: whether the elements of a rotated pair are neighbours, rather than half the rotated part apart.
     """
     num_heads, head_dim = q.shape[1:]
     rope = 2 * cosines.shape[1]
@@ -164,5 +155,4 @@ def latent_rope_and_cache(
         ROPE=rope,
         HALF_BLOCK=triton.next_power_of_2(max(rope // 2, 1)),
         HEADS=heads,
-        IS_INTERLEAVED=is_interleaved,
     )

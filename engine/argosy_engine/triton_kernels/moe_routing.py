@@ -44,20 +44,56 @@ class Routing:
     tile_rows: int
 
 
+@triton.jit
+def _of_best_groups(
+    wanted,
+    expert,
+    size: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_TAKEN: tl.constexpr,
+    ADDS_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+):
+    """Return the scores [ROWS, experts] with -inf outside of each row's best groups."""
+    group = expert // size
+    index = tl.arange(0, GROUP_BLOCK)[None, :]
+    best_of = tl.full([ROWS, GROUP_BLOCK], -float("inf"), dtype=tl.float32)
+    for number in range(NUM_GROUPS):
+        of_group = tl.where(group == number, wanted, -float("inf"))
+        best, place = tl.max(of_group, axis=1, return_indices=True)
+        if ADDS_TWO:
+            best += tl.max(tl.where(expert == place[:, None], -float("inf"), of_group), axis=1)
+        best_of = tl.where(index == number, best[:, None], best_of)
+    is_taken = (group < 0) & (wanted > 0)
+    for _ in range(GROUPS_TAKEN):
+        _, place = tl.max(best_of, axis=1, return_indices=True)
+        is_taken = is_taken | (group == place[:, None])
+        best_of = tl.where(index == place[:, None], -float("inf"), best_of)
+    return tl.where(is_taken, wanted, -float("inf"))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits_ptr,
+    correction_ptr,
     slots_ptr,
     weights_ptr,
     experts_ptr,
     counts_ptr,
     logits_stride,
     num_tokens,
+    scaling,
     K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     FIRST_HELD: tl.constexpr,
     NUM_HELD: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     NORMALISES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_TAKEN: tl.constexpr,
+    ADDS_TWO: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -79,22 +115,36 @@ def _route(
         # Finite, NaN included: below, -inf marks what must not be chosen, and a chosen expert must exist.
         logits = tl.where(logits > -3.0e38, logits, -3.0e38)
         logits = tl.where(expert < NUM_EXPERTS, logits, -float("inf"))
-        top = tl.max(logits, axis=1)
-        scores = tl.exp(logits - top[:, None])
-        total = tl.sum(scores, axis=1)
+        if IS_SIGMOID:
+            scores = tl.sigmoid(logits)
+            total = tl.full([ROWS], 1.0, dtype=tl.float32)
+        else:
+            scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+            total = tl.sum(scores, axis=1)
         left = logits
+        if correction_ptr is not None or GROUPS_TAKEN < NUM_GROUPS:
+            left = scores / total[:, None]
+            if correction_ptr is not None:
+                left += tl.load(correction_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
+                left = tl.where(left > -1.0e38, left, -1.0e38)
+            left = tl.where(expert < NUM_EXPERTS, left, -float("inf"))
+        if GROUPS_TAKEN < NUM_GROUPS:
+            left = _of_best_groups(
+                left, expert, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, GROUPS_TAKEN, ADDS_TWO, ROWS, GROUP_BLOCK
+            )
         weights = tl.zeros([ROWS, K_BLOCK], dtype=tl.float32)
         chosen = tl.zeros([ROWS, K_BLOCK], dtype=tl.int32)
         for index in range(K):
-            best, choice = tl.max(left, axis=1, return_indices=True)
-            weights = tl.where(rank == index, tl.exp(best - top)[:, None], weights)
-            chosen = tl.where(rank == index, choice[:, None], chosen)
+            _, choice = tl.max(left, axis=1, return_indices=True)
             is_choice = expert == choice[:, None]
+            score = tl.sum(tl.where(is_choice, scores, 0.0), axis=1)
+            weights = tl.where(rank == index, score[:, None], weights)
+            chosen = tl.where(rank == index, choice[:, None], chosen)
             left = tl.where(is_choice, -float("inf"), left)
             counts += tl.sum((is_choice & is_token[:, None]).to(tl.int32), axis=0)
         if NORMALISES:
-            total = tl.sum(weights, axis=1)
-        weights = tl.where(is_token[:, None], weights / total[:, None], 0.0)
+            total = tl.sum(weights, axis=1) + 1e-20
+        weights = tl.where(is_token[:, None], weights / total[:, None] * scaling, 0.0)
         chosen -= FIRST_HELD
         chosen = tl.where(is_token[:, None] & (chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
         pair = row[:, None] * K + rank
@@ -171,8 +221,14 @@ def route(
     tile_rows: int,
     slot_mapping: torch.Tensor | None = None,
     held: range | None = None,
+    is_sigmoid: bool = False,
+    correction: torch.Tensor | None = None,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
+    adds_two: bool = True,
+    scaling: float = 1.0,
 ) -> Routing:
-    """Choose each token's experts by softmax and top-k, and sort the pairs by expert.
+    """Choose each token's experts by their scores and top-k, and sort the pairs by expert.
 
     Args:
         logits: [T, num_experts], float32, bfloat16 or float16. Of equal ones the lower expert is chosen first; NaN
@@ -182,6 +238,12 @@ def route(
         tile_rows: rows of the tiles, a power of two.
         slot_mapping: int64 [T]; rows with -1 are padding and get no expert.
         held: experts to compute; pairs with others get none. None: all.
+        is_sigmoid: scores are the logits' sigmoids, instead of their softmax.
+        correction: float32 [num_experts], added to scores where experts are chosen, and to weights not.
+        num_groups: of consecutive experts, as many in each.
+        groups_per_token: a token takes experts of this many groups, those of the highest scores.
+        adds_two: a group's score is the sum of its two best, instead of its best.
+        scaling: factor on the weights.
     """
     tokens, num_experts = logits.shape
     held = range(num_experts) if held is None else held
@@ -215,17 +277,24 @@ def route(
         num_warps=8 if min(rows, chunk) * expert_block >= _TILE_ELEMENTS else 4,
         num_stages=1,
         logits_ptr=logits,
+        correction_ptr=correction,
         slots_ptr=slot_mapping,
         weights_ptr=routing.weights,
         experts_ptr=routing.experts,
         counts_ptr=counts,
         logits_stride=logits.stride(0),
         num_tokens=tokens,
+        scaling=scaling,
         K=k,
         NUM_EXPERTS=num_experts,
         FIRST_HELD=held.start,
         NUM_HELD=len(held),
+        IS_SIGMOID=is_sigmoid,
         NORMALISES=normalises,
+        NUM_GROUPS=num_groups,
+        GROUPS_TAKEN=groups_per_token,
+        ADDS_TWO=adds_two,
+        GROUP_BLOCK=triton.next_power_of_2(num_groups),
         CHUNK=chunk,
         ROWS=min(rows, chunk),
         K_BLOCK=triton.next_power_of_2(k),

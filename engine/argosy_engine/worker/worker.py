@@ -266,7 +266,7 @@ class Worker:
                     args,
                     self._budget.max_model_len,
                     self._counted("warm-up"),
-                    has_experts=getattr(config, "num_experts", 0) > 0,
+                    has_experts=config.num_routed_experts > 0,
                 )
         if sizes := self._graph_sizes():
             with self._phase("graphs"):

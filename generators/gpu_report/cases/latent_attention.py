@@ -29,9 +29,6 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         for dtype, name in _DTYPES.items():
             is_sampled = (tokens, dtype) == (4096, torch.bfloat16)
             yield Case(f"cache write, {name}, {tokens} tokens", _write(tokens, dtype), is_sampled)
-        yield Case(
-            f"cache write, bf16, {tokens} tokens, halves rotate", _write(tokens, torch.bfloat16, pairs=False)
-        )
 
 
 def _attend(mode: str, dtype: torch.dtype, num_heads: int, rank: int = 512) -> Callable[[], object]:
@@ -53,7 +50,7 @@ def _attend(mode: str, dtype: torch.dtype, num_heads: int, rank: int = 512) -> C
     return call
 
 
-def _write(tokens: int, dtype: torch.dtype, *, pairs: bool = True) -> Callable[[], object]:
+def _write(tokens: int, dtype: torch.dtype) -> Callable[[], object]:
     def call() -> None:
         table = _empty(4096, 32, dtype=torch.float32)
         latent_rope_and_cache(
@@ -66,7 +63,6 @@ def _write(tokens: int, dtype: torch.dtype, *, pairs: bool = True) -> Callable[[
             _empty(512, 16, 576, dtype=dtype),
             norm=_empty(512, dtype=dtype),
             eps=1e-6,
-            is_interleaved=pairs,
         )
 
     return call

@@ -1,0 +1,136 @@
+"""The MLPs of decoders: gated ones, and mixtures of experts, in which a router sends every token to its k best experts,
+each a gated MLP (arXiv 1701.06538, 2101.03961)."""
+
+from __future__ import annotations
+
+import torch
+
+from argosy_engine.layers.experts import ExpertsSpec
+from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear import Linear
+from argosy_engine.model_configs.experts_config import ExpertsConfig
+from argosy_engine.quantized_rows import Activations, RowQuantization
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
+
+    Args:
+        bias: whether all three projections have one.
+        activation: `silu` or `gelu_pytorch_tanh`.
+        is_fused: whether the checkpoint has gate and up in one tensor, `gate_up_proj`.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        is_fused: bool = False,
+    ) -> None:
+        self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
+        gate, up = ("gate_up_proj", None) if is_fused else ("gate_proj", "up_proj")
+        self.gate_up = factory.gated_linear(
+            prefix + gate,
+            up and prefix + up,
+            inner,
+            hidden,
+            bias=bias,
+            feeds=self.down,
+            activation=activation,
+        )
+
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        return self.gate_up.input_quantization
+
+    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
+        return self.down.sum_ranks(self.partial(x))
+
+    def partial(self, x: Activations) -> torch.Tensor:
+        """Return what `down.sum_ranks` makes the output of."""
+        return self.down.partial(self.gate_up(x))
+
+
+class SparseMLP:
+    """A mixture of experts.
+
+    Args:
+        has_router_bias: whether the router's linear layer has a bias.
+        shared: an MLP that all tokens take besides.
+        shared_gate: its output is multiplied by the sigmoid of this layer's, [T, 1]; None: by 1.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        spec: ExpertsSpec,
+        *,
+        has_router_bias: bool = False,
+        shared: GatedMLP | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        self.input_quantization: RowQuantization | None = None  # a router's weights keep their precision
+        self.router = factory.linear(
+            {spec.prefix + spec.names.router: spec.num_experts},
+            spec.hidden,
+            bias=has_router_bias,
+            keeps_precision=True,
+        )
+        self.experts = factory.experts(spec)
+        self.shared, self.shared_gate = shared, shared_gate
+        self.sum_ranks = factory.sum_ranks
+        self.exchange = factory.exchange
+        if self.exchange is not None:
+            self.exchange.add_layer(self, spec.hidden, factory.dtype, factory.device)
+
+    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Run the experts on x [T, hidden_size]; the output has the same shape. For slot_mapping see `Experts`."""
+        assert isinstance(x, torch.Tensor)
+        if self.exchange is None:
+            mixed = self.experts(x, self.router(x), slot_mapping)
+        else:
+            tokens, slots = self.exchange.gather(x, slot_mapping)
+            mixed = self.exchange.scatter(self.experts(tokens, self.router(tokens), slots))
+        if self.shared is not None and len(x):  # none where the experts are lent
+            shared = self.shared.partial(x)
+            if self.shared_gate is not None:
+                shared = shared * torch.sigmoid(self.shared_gate(x))
+            mixed[: len(x)] += shared
+        return self.sum_ranks(mixed)[: len(x)]
+
+
+def sparse_mlp(
+    factory: LayerFactory, prefix: str, hidden: int, experts: ExpertsConfig, *, bias: bool
+) -> SparseMLP:
+    """Make the mixture of experts of a layer, with what all tokens take besides.
+
+    Args:
+        prefix: of the layer's tensors.
+        bias: whether the projections of the MLP that all tokens take have one.
+    """
+    prefix += experts.mlp
+    shared = shared_gate = None
+    if experts.shared_size:
+        shared = GatedMLP(factory, f"{prefix}{experts.shared}.", hidden, experts.shared_size, bias=bias)
+        if experts.has_shared_gate:
+            shared_gate = factory.linear({f"{prefix}{experts.shared}_gate": 1}, hidden, keeps_precision=True)
+    spec = ExpertsSpec(
+        prefix=prefix,
+        routing=experts.routing,
+        hidden=hidden,
+        inner=experts.inner,
+        activation=experts.activation,
+        names=experts.names,
+    )
+    return SparseMLP(
+        factory,
+        spec,
+        has_router_bias=experts.has_router_bias,
+        shared=shared,
+        shared_gate=shared_gate,
+    )
