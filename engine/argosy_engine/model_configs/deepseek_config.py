@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.llama_config import scaled_positions
 from argosy_engine.model_configs.experts_config import ExpertsConfig
+from argosy_engine.model_configs.llama_config import scaled_positions
 from argosy_engine.model_configs.model_config import (
     ModelConfig,
     NotOurs,

@@ -76,8 +76,7 @@ class LatentSelfAttention:
 
 
 def _rotated_at(start: int, config: DeepseekConfig) -> tuple[int, ...] | None:
-    """Return the order that brings features to halves that rotate, of which those from `start` on are rotated; None: they
-    are in this order."""
+    """Return the order of features of which those from `start` on are rotated, in halves; None: as they are."""
     order = config.rope.head_order(config.qk_rope_head_dim)
     return None if order is None else (*range(start), *(start + index for index in order))
 

@@ -1,5 +1,5 @@
-"""Attention over a paged cache of latents (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: one launch for decodes, chunks
-and prompts.
+"""Attention over a paged cache of latents (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: one launch for decodes,
+chunks and prompts.
 
 All heads attend to the same vectors, so the rows of a query tile are queries times heads, and what was read of a token
 serves its score, as latent and rotated key, and then its value, as latent alone. A latent is wider than the heads of
@@ -46,11 +46,11 @@ def latent_attention(
     The launches depend on shapes and on the Python arguments only. A request of no queries writes nothing.
 
     Args:
-        q_latent: [T, num_heads, kv_lora_rank], queries brought to the latents; bfloat16, float16 or float32; any strides
-            with contiguous heads.
+        q_latent: [T, num_heads, kv_lora_rank], queries brought to the latents; bfloat16, float16 or float32; any
+            strides with contiguous heads.
         q_rope: [T, num_heads, qk_rope_head_dim], their rotated part, of the same dtype; likewise.
-        kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] of the same dtype, the latent first. It holds
-            this step's tokens already.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] of the same dtype, the latent first. It
+            holds this step's tokens already.
         query_start_loc: int32 [R + 1], index of each request's first query, and the end of the last one.
         seq_lens: int32 [R], tokens of each request including its queries.
         block_table: int32 [R, max_blocks]; entries that a request's tokens do not reach are not read.
