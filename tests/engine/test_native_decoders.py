@@ -28,6 +28,8 @@ _MULTIPLIERS = {
 }
 _GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
 _KINDS = ["sliding_attention", "full_attention"] * 2
+_EXPANDED = {"kv_lora_rank": 48}
+"""Latents of which prompts compute keys and values for each head."""
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("dots1", {}),
     ("dots1", {**_GROUPS, "attention_bias": True, "norm_topk_prob": True, "n_shared_experts": 2}),
@@ -76,6 +78,18 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 40}),
     ("seed_oss", {}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {**_GROUPS, **_EXPANDED, "topk_method": "group_limited_greedy", "attention_bias": True,
+                     "mlp_bias": True, "n_shared_experts": 2}),
+    ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 4,
+                     "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {**_GROUPS, **_EXPANDED, "attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 2}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "v_head_dim": 40, "n_group": 1,
+                     "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    ("deepseek_v3", {**_EXPANDED, "first_k_dense_replace": 2, "rope_parameters": {**_YARN, "mscale_all_dim": 1.0}}),
+    ("glm4_moe_lite", {}),
+    ("glm4_moe_lite", {**_GROUPS, "mlp_layer_types": ["sparse", "dense"] * 2, "qk_rope_head_dim": 16}),
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 20,
                  "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
@@ -97,6 +111,9 @@ def test_greedy_tokens_are_those_of_transformers(
 
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("dots1", {**_GROUPS, "attention_bias": True}, True),
+    ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}, False),
+    ("deepseek_v3", {**_GROUPS, **_EXPANDED}, False),
+    ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}, True),
     ("ernie4_5", {"use_bias": True}, False),
     ("glm4", {}, False),
     ("glm4_moe", {**_GROUPS, "use_qk_norm": True}, False),

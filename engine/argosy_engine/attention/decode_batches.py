@@ -13,11 +13,13 @@ _BUCKET_TOKENS = 256
 """Decodes whose lengths round up to the same multiple share a padded batch."""
 
 
-def decode_batches(meta: AttentionMetadata, token_bytes: int) -> Iterator[tuple[torch.Tensor | slice, int]]:
+def decode_batches(
+    meta: AttentionMetadata, token_bytes: int, workspace_bytes: int = WORKSPACE_BYTES
+) -> Iterator[tuple[torch.Tensor | slice, int]]:
     """Yield the rows of each batch of decodes, int64 on their device or all of them, and the longest sequence in it.
 
     Sequences of a batch have similar lengths, so that one long request does not slow down the others, and what is
-    gathered stays within `WORKSPACE_BYTES`.
+    gathered stays within `workspace_bytes`, but for a single sequence.
 
     Args:
         token_bytes: gathered per token of a sequence.
@@ -27,7 +29,7 @@ def decode_batches(meta: AttentionMetadata, token_bytes: int) -> Iterator[tuple[
     for row, seq_len in enumerate(seq_lens):
         buckets.setdefault(-(-seq_len // _BUCKET_TOKENS), []).append(row)
     for bucket, rows in buckets.items():
-        size = max(WORKSPACE_BYTES // (bucket * _BUCKET_TOKENS * token_bytes), 1)
+        size = max(workspace_bytes // (bucket * _BUCKET_TOKENS * token_bytes), 1)
         if meta.num_decodes <= size and len(buckets) == 1:
             yield slice(0, meta.num_decodes), max(seq_lens)
             return

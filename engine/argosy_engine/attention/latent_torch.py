@@ -18,11 +18,19 @@ from argosy_engine.attention.torch_rms_norm import rms_norm
 
 
 class TorchLatentAttention:
-    """One layer's latent attention in plain torch."""
+    """One layer's latent attention in plain torch.
 
-    def __init__(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
+    Args:
+        workspace_bytes: limit on what is gathered, expanded or scored at a time; exceeded only where one request's
+            latents, one head or one query takes more.
+    """
+
+    def __init__(
+        self, params: LatentAttentionParams, weights: LatentWeights, workspace_bytes: int = WORKSPACE_BYTES
+    ) -> None:
         self._params = params
         self._weights = weights
+        self._workspace_bytes = workspace_bytes
 
     def __call__(
         self, q: torch.Tensor, compressed: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -71,7 +79,8 @@ class TorchLatentAttention:
         """Attend from one query of each of the first requests; out is [decodes, num_heads * v_head_dim]."""
         queries = torch.cat((absorbed_queries(q_nope, self._weights), q_rope), dim=2)
         attended = q_nope.new_empty(*queries.shape[:2], self._params.kv_lora_rank)
-        for rows, longest in decode_batches(meta, self._params.cached_dim * kv_cache.itemsize):
+        token_bytes = self._params.cached_dim * kv_cache.itemsize
+        for rows, longest in decode_batches(meta, token_bytes, self._workspace_bytes):
             attended[rows] = self._decode_rows(queries[rows], kv_cache, meta, rows, longest)
         out.copy_(values_of(attended, self._weights, self._params.v_head_dim))
 
@@ -99,7 +108,7 @@ class TorchLatentAttention:
         """Attend from the last queries to all keys [seq_len, cached_dim]; returns [new, num_heads * v_head_dim]."""
         params = self._params
         queries = torch.cat((absorbed_queries(q_nope, self._weights), q_rope), dim=2)
-        size = max(WORKSPACE_BYTES // (4 * params.num_heads * len(keys)), 1)
+        size = max(self._workspace_bytes // (4 * params.num_heads * len(keys)), 1)
         parts, end = [], len(keys) - len(queries)
         for part in queries.split(size):
             end += len(part)
@@ -121,7 +130,7 @@ class TorchLatentAttention:
         latent, k_rope = keys.split([params.kv_lora_rank, params.qk_rope_head_dim], dim=1)
         out = q_nope.new_empty(num_new, params.num_heads, params.v_head_dim)
         width = 2 * params.qk_nope_head_dim + params.qk_rope_head_dim + 2 * params.v_head_dim
-        num_heads = max(WORKSPACE_BYTES // (seq_len * width * keys.itemsize), 1)
+        num_heads = max(self._workspace_bytes // (seq_len * width * keys.itemsize), 1)
         for start in range(0, params.num_heads, num_heads):
             heads = slice(start, start + num_heads)
             up = self._weights.kv_b[heads]
@@ -142,7 +151,7 @@ class TorchLatentAttention:
         if num_new == seq_len:
             return self._sdpa(q, k, v, None)[..., :width]
         # A kernel that is not fused materialises the scores, so run a few queries at a time.
-        size = max(WORKSPACE_BYTES // (4 * q.shape[1] * seq_len), 1)
+        size = max(self._workspace_bytes // (4 * q.shape[1] * seq_len), 1)
         parts, end = [], seq_len - num_new
         for part in q.split(size):
             end += len(part)

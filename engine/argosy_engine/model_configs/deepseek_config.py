@@ -25,10 +25,10 @@ _V2, _V3, _GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteF
 _MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "rms_norm_eps": 1e-6}  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    _V2: {**_MLA, "max_position_embeddings": 2048},
-    _V3: {**_MLA, "max_position_embeddings": 4096},
+    _V2: {**_MLA, "max_position_embeddings": 2048, "num_key_value_heads": None},
+    _V3: {**_MLA, "max_position_embeddings": 4096, "num_key_value_heads": 128},
     _GLM: {**_MLA, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5,
-           "max_position_embeddings": 202752},
+           "max_position_embeddings": 202752, "num_key_value_heads": 20},
 }  # fmt: skip
 """Of fields that a config may leave out, as transformers fills them in."""
 _EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -108,9 +108,9 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
             raise NotOurs(f"RoPE scaling {rope['kind']!r} is not supported for {architecture}")
         is_interleaved = architecture == _V2 or bool(raw.get("rope_interleave", True))
         heads, rotated = raw.get("num_attention_heads"), fields["qk_rope_head_dim"]
-        if raw.get("num_key_value_heads") not in (None, heads):
+        if (kv_heads := fields.pop("num_key_value_heads")) not in (None, heads):
             raise ConfigError(
-                f"num_key_value_heads {raw['num_key_value_heads']}: with multi-head latent attention each of the "
+                f"num_key_value_heads {kv_heads}: with multi-head latent attention each of the "
                 f"{heads} heads has keys of its own"
             )
         if architecture == _GLM and raw.get("head_dim") not in (None, rotated):
