@@ -3,6 +3,7 @@ much as their config says."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -88,6 +89,12 @@ def test_random_steps_have_the_results_of_the_reference(seed: int) -> None:
     torch.testing.assert_close(
         case.run(TorchBackend(torch.float32)).double(), case.expected(), atol=1e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("stale", [math.nan, math.inf, -math.inf])
+def test_what_others_left_in_the_cache_is_not_read(stale: float) -> None:
+    case, backend = latent_case(SMALL, SPANS), TorchBackend(torch.float32)
+    assert torch.equal(case.run(backend, stale), case.run(backend, 0.0))
 
 
 def test_keys_are_expanded_where_that_takes_fewer_products() -> None:

@@ -34,14 +34,17 @@ class LatentCase:
     tables: torch.Tensor
     num_blocks: int
 
-    def run(self, backend: AttentionBackend) -> torch.Tensor:
-        """Fill the cache, compute the step by a backend and return its result, [T, num_heads * v_head_dim]."""
+    def run(self, backend: AttentionBackend, stale: float = math.nan) -> torch.Tensor:
+        """Fill the cache, compute the step by a backend and return its result, [T, num_heads * v_head_dim].
+
+        Args:
+            stale: what else is in the cache, which must not affect results.
+        """
         dtype = self.q[0].dtype
         rotary = RotaryEmbedding(self.frequencies, _MAX_POSITIONS, dtype, torch.device("cpu"))
         layer = LatentAttention(self.params, backend, LatentWeights(rotary, self.norm, EPS, self.kv_b))
-        # Stale values in a block must not affect results.
         shape = layer.kv_cache_shape(self.num_blocks, self.block_size)
-        layer.bind(torch.full(shape, math.nan, dtype=dtype))
+        layer.bind(torch.full(shape, stale, dtype=dtype))
         before = [row for row, (start, _) in enumerate(self.spans) if start]
         if before:
             self._step(layer, before, [(0, self.spans[row][0]) for row in before])
