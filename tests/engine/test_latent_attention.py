@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from argosy_engine.attention.latent import LatentAttention, LatentWeights
 from argosy_engine.attention.latent_torch import TorchLatentAttention
 from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
+from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
@@ -114,7 +115,8 @@ def test_a_token_of_deepseek_v3_takes_an_85th_of_keys_and_values_of_one_size() -
 
 
 def test_a_layer_keeps_what_its_params_say() -> None:
-    weights = LatentWeights(None, torch.ones(48), 1e-6, torch.zeros(4, 28, 48))  # type: ignore[arg-type]
+    rotary = RotaryEmbedding(torch.ones(4), 8, torch.bfloat16, torch.device("cpu"))
+    weights = LatentWeights.of_kv_b(torch.zeros(4, 28, 48), 16, rotary, torch.ones(48), 1e-6)
     layer = LatentAttention(SMALL, TorchBackend(torch.bfloat16), weights)
     assert layer.kv_cache_shape(3, 16) == (3, 16, 56)
     cache = torch.zeros(layer.kv_cache_shape(3, 16), dtype=layer.kv_cache_dtype)

@@ -42,7 +42,8 @@ class LatentCase:
         """
         dtype = self.q[0].dtype
         rotary = RotaryEmbedding(self.frequencies, _MAX_POSITIONS, dtype, torch.device("cpu"))
-        layer = LatentAttention(self.params, backend, LatentWeights(rotary, self.norm, EPS, self.kv_b))
+        weights = LatentWeights.of_kv_b(self.kv_b, self.params.qk_nope_head_dim, rotary, self.norm, EPS)
+        layer = LatentAttention(self.params, backend, weights)
         shape = layer.kv_cache_shape(self.num_blocks, self.block_size)
         layer.bind(torch.full(shape, stale, dtype=dtype))
         before = [row for row, (start, _) in enumerate(self.spans) if start]

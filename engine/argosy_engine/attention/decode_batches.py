@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -13,10 +14,20 @@ _BUCKET_TOKENS = 256
 """Decodes whose lengths round up to the same multiple share a padded batch."""
 
 
+class DecodeBatch(NamedTuple):
+    """Decodes that are computed together."""
+
+    rows: torch.Tensor | slice
+    """Their rows in the step, int64 on their device, or all of them."""
+    shortest: int
+    """Tokens of the shortest sequence."""
+    longest: int
+
+
 def decode_batches(
     meta: AttentionMetadata, token_bytes: int, workspace_bytes: int = WORKSPACE_BYTES
-) -> Iterator[tuple[torch.Tensor | slice, int]]:
-    """Yield the rows of each batch of decodes, int64 on their device or all of them, and the longest sequence in it.
+) -> Iterator[DecodeBatch]:
+    """Cut a step's decodes into batches.
 
     Sequences of a batch have similar lengths, so that one long request does not slow down the others, and what is
     gathered stays within `workspace_bytes`, but for a single sequence.
@@ -31,8 +42,9 @@ def decode_batches(
     for bucket, rows in buckets.items():
         size = max(workspace_bytes // (bucket * _BUCKET_TOKENS * token_bytes), 1)
         if meta.num_decodes <= size and len(buckets) == 1:
-            yield slice(0, meta.num_decodes), max(seq_lens)
+            yield DecodeBatch(slice(0, meta.num_decodes), min(seq_lens), max(seq_lens))
             return
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            yield torch.tensor(part, device=meta.seq_lens.device), max(seq_lens[row] for row in part)
+            lengths = [seq_lens[row] for row in part]
+            yield DecodeBatch(torch.tensor(part, device=meta.seq_lens.device), min(lengths), max(lengths))

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from argosy_engine.attention.backend import AttentionBackend
 
 
+_FEW_ROWS = 3
+"""Up to as many rows, W x^T in float32 takes a CPU half as long as x W^T."""
+
+
 class LatentWeights(NamedTuple):
     """What one layer's latent attention has besides its constants."""
 
@@ -34,8 +38,23 @@ class LatentWeights(NamedTuple):
     """Weight [kv_lora_rank] of the RMSNorm of latents."""
     eps: float
     """Of this norm."""
-    kv_b: torch.Tensor
-    """[num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank], contiguous: W_UK and then W_UV of each head."""
+    key_up: torch.Tensor
+    """[num_heads, kv_lora_rank, qk_nope_head_dim], contiguous: W_UK of each head, transposed."""
+    value_up: torch.Tensor
+    """[num_heads, v_head_dim, kv_lora_rank], contiguous: W_UV of each head."""
+
+    @classmethod
+    def of_kv_b(
+        cls,
+        kv_b: torch.Tensor,
+        qk_nope_head_dim: int,
+        rotary: RotaryEmbedding,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> LatentWeights:
+        """Make them of the weight of `kv_b_proj`, [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]."""
+        keys, values = kv_b[:, :qk_nope_head_dim], kv_b[:, qk_nope_head_dim:]
+        return cls(rotary, norm, eps, keys.transpose(1, 2).contiguous(), values.contiguous())
 
 
 class LatentAttentionImpl(Protocol):
@@ -88,14 +107,13 @@ class LatentAttention:
         return num_blocks, block_size, self.params.cached_dim
 
 
-def absorbed_queries(q_nope: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
-    """Bring queries [T, num_heads, qk_nope_head_dim] to the latents: [T, num_heads, kv_lora_rank], not contiguous."""
-    up = weights.kv_b[:, : q_nope.shape[2]]
-    return torch.bmm(q_nope.transpose(0, 1), up).transpose(0, 1)
+def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x W^T of each head, [T, num_heads, out], any strides with contiguous heads.
 
-
-def values_of(attended: torch.Tensor, weights: LatentWeights, v_head_dim: int) -> torch.Tensor:
-    """Return the values of attended latents [T, num_heads, kv_lora_rank]: [T, num_heads * v_head_dim]."""
-    up = weights.kv_b[:, weights.kv_b.shape[1] - v_head_dim :]
-    values = torch.bmm(attended.transpose(0, 1), up.transpose(1, 2))
-    return values.transpose(0, 1).reshape(len(attended), -1)
+    Args:
+        x: [T, num_heads, in], with contiguous heads.
+        weight: [num_heads, out, in].
+    """
+    if len(x) <= _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
+        return torch.bmm(weight, x.permute(1, 2, 0)).permute(2, 0, 1).contiguous()
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from argosy_engine.attention import WORKSPACE_BYTES
-from argosy_engine.attention.decode_batches import decode_batches
-from argosy_engine.attention.latent import LatentWeights, absorbed_queries, values_of
+from argosy_engine.attention.decode_batches import DecodeBatch, decode_batches
+from argosy_engine.attention.latent import LatentWeights, multiply_heads
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.torch_rms_norm import rms_norm
@@ -63,6 +63,10 @@ class TorchLatentAttention:
             selected = meta.shared[rotary] = rotary.select(meta.positions)
         return rotary.apply(x, *selected)
 
+    def _absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """Return queries of what the cache keeps, [T, num_heads, cached_dim]."""
+        return torch.cat((multiply_heads(q_nope, self._weights.key_up), q_rope), dim=2)
+
     def _gathered(self, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:
         """Return what the cache keeps of a request's tokens, [seq_len, cached_dim]."""
         blocks = table[: -(-seq_len // kv_cache.shape[1])]
@@ -77,29 +81,30 @@ class TorchLatentAttention:
         out: torch.Tensor,
     ) -> None:
         """Attend from one query of each of the first requests; out is [decodes, num_heads * v_head_dim]."""
-        queries = torch.cat((absorbed_queries(q_nope, self._weights), q_rope), dim=2)
+        queries = self._absorbed(q_nope, q_rope)
         attended = q_nope.new_empty(*queries.shape[:2], self._params.kv_lora_rank)
         token_bytes = self._params.cached_dim * kv_cache.itemsize
-        for rows, longest in decode_batches(meta, token_bytes, self._workspace_bytes):
-            attended[rows] = self._decode_rows(queries[rows], kv_cache, meta, rows, longest)
-        out.copy_(values_of(attended, self._weights, self._params.v_head_dim))
+        for batch in decode_batches(meta, token_bytes, self._workspace_bytes):
+            attended[batch.rows] = self._decode_rows(queries[batch.rows], kv_cache, meta, batch)
+        out.view(len(out), self._params.num_heads, -1).copy_(multiply_heads(attended, self._weights.value_up))
 
     def _decode_rows(
         self,
         queries: torch.Tensor,
         kv_cache: torch.Tensor,
         meta: AttentionMetadata,
-        rows: torch.Tensor | slice,
-        longest: int,
+        batch: DecodeBatch,
     ) -> torch.Tensor:
-        num_blocks = -(-longest // kv_cache.shape[1])
-        tables = meta.block_table[rows, :num_blocks].reshape(-1)
+        num_blocks = -(-batch.longest // kv_cache.shape[1])
+        tables = meta.block_table[batch.rows, :num_blocks].reshape(-1)
         keys = kv_cache.index_select(0, tables).view(len(queries), -1, self._params.cached_dim)
-        hidden = torch.arange(keys.shape[1], device=keys.device) >= meta.seq_lens[rows].unsqueeze(1)
+        ends = torch.arange(batch.shortest, keys.shape[1], device=keys.device)
+        hidden = ends >= meta.seq_lens[batch.rows].unsqueeze(1)
         # Hidden positions may hold stale values, and a probability of zero times NaN is NaN.
-        keys.masked_fill_(hidden.unsqueeze(2), 0.0)
+        keys[:, batch.shortest :].masked_fill_(hidden.unsqueeze(2), 0.0)
         scores = torch.bmm(queries, keys.transpose(1, 2)).float() * self._params.scale
-        probs = torch.softmax(scores.masked_fill_(hidden.unsqueeze(1), float("-inf")), dim=-1)
+        scores[:, :, batch.shortest :].masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        probs = torch.softmax(scores, dim=-1)
         return torch.bmm(probs.to(queries.dtype), keys[:, :, : self._params.kv_lora_rank])
 
     def _attend_absorbed(
@@ -107,7 +112,7 @@ class TorchLatentAttention:
     ) -> torch.Tensor:
         """Attend from the last queries to all keys [seq_len, cached_dim]; returns [new, num_heads * v_head_dim]."""
         params = self._params
-        queries = torch.cat((absorbed_queries(q_nope, self._weights), q_rope), dim=2)
+        queries = self._absorbed(q_nope, q_rope)
         size = max(self._workspace_bytes // (4 * params.num_heads * len(keys)), 1)
         parts, end = [], len(keys) - len(queries)
         for part in queries.split(size):
@@ -119,7 +124,7 @@ class TorchLatentAttention:
             )
             probs = torch.softmax(scores.masked_fill_(future.unsqueeze(1), float("-inf")), dim=-1)
             parts.append(torch.matmul(probs.to(keys.dtype), seen[:, : params.kv_lora_rank]))
-        return values_of(torch.cat(parts), self._weights, params.v_head_dim)
+        return multiply_heads(torch.cat(parts), self._weights.value_up).flatten(1)
 
     def _attend_expanded(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor
@@ -133,38 +138,42 @@ class TorchLatentAttention:
         num_heads = max(self._workspace_bytes // (seq_len * width * keys.itemsize), 1)
         for start in range(0, params.num_heads, num_heads):
             heads = slice(start, start + num_heads)
-            up = self._weights.kv_b[heads]
-            expanded = torch.matmul(latent, up.flatten(0, 1).t()).view(seq_len, *up.shape[:2])
-            k_nope, v = expanded.split([params.qk_nope_head_dim, params.v_head_dim], dim=2)
-            k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, len(up), -1)), dim=2)
+            key_up, value_up = self._weights.key_up[heads], self._weights.value_up[heads]
+            k_nope = torch.matmul(latent, key_up)
+            k = torch.cat((k_nope, k_rope.expand(len(key_up), -1, -1)), dim=2)
+            v = torch.matmul(latent, value_up.flatten(0, 1).t()).view(seq_len, len(value_up), -1)
             q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=2)
-            out[:, heads] = self._attend(q, k, v)
+            out[:, heads] = self._attend(q.transpose(0, 1), k, v.transpose(0, 1)).transpose(0, 1)
         return out.view(num_new, -1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend from the last queries [new, heads, qk_head_dim] to k [seq_len, heads, qk_head_dim] and v
-        [seq_len, heads, v_head_dim]; returns [new, heads, v_head_dim]."""
-        num_new, seq_len, width = len(q), len(k), v.shape[2]
+        """Attend from the last queries [heads, new, qk_head_dim] to k [heads, seq_len, qk_head_dim] and v
+        [heads, seq_len, v_head_dim]; returns [heads, new, v_head_dim]."""
+        num_new, seq_len, width = q.shape[1], k.shape[1], v.shape[2]
         # torch has fused kernels for keys and values of one size only.
         size = max(k.shape[2], width)
         q, k, v = (F.pad(each, (0, size - each.shape[2])) for each in (q, k, v))
         if num_new == seq_len:
             return self._sdpa(q, k, v, None)[..., :width]
         # A kernel that is not fused materialises the scores, so run a few queries at a time.
-        size = max(self._workspace_bytes // (4 * q.shape[1] * seq_len), 1)
+        size = max(self._workspace_bytes // (4 * len(q) * seq_len), 1)
         parts, end = [], seq_len - num_new
-        for part in q.split(size):
-            end += len(part)
-            visible = torch.ones(len(part), end, dtype=torch.bool, device=q.device).tril(end - len(part))
-            parts.append(self._sdpa(part, k[:end], v[:end], visible)[..., :width])
-        return torch.cat(parts)
+        for part in q.split(size, dim=1):
+            new = part.shape[1]
+            end += new
+            visible = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(end - new)
+            parts.append(self._sdpa(part, k[:, :end], v[:, :end], visible)[..., :width])
+        return torch.cat(parts, dim=1)
 
     def _sdpa(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
         """Attend; a token sees those before it if `visible` [new, seq_len] is None."""
-        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, scale=self._params.scale
-        )
-        return out.squeeze(0).transpose(0, 1)
+        return F.scaled_dot_product_attention(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=self._params.scale,
+        ).squeeze(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.latent import LatentWeights, absorbed_queries, values_of
+from argosy_engine.attention.latent import LatentWeights, multiply_heads
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.triton_kernels.latent_attention import latent_attention
@@ -37,7 +37,7 @@ class TritonLatentAttention:
             eps=weights.eps,
         )
         attended = latent_attention(
-            absorbed_queries(heads[..., : params.qk_nope_head_dim], weights),
+            multiply_heads(heads[..., : params.qk_nope_head_dim], weights.key_up),
             heads[..., params.qk_nope_head_dim :],
             kv_cache,
             query_start_loc=meta.query_start_loc,
@@ -46,4 +46,4 @@ class TritonLatentAttention:
             max_query_len=meta.max_query_len,
             scale=params.scale,
         )
-        return values_of(attended, weights, params.v_head_dim)
+        return multiply_heads(attended, weights.value_up).reshape(len(q), -1)

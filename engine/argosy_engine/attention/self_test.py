@@ -258,7 +258,8 @@ class _LatentLayer(_TestLayer):
         frequencies = self._frequencies(self._params.qk_rope_head_dim)
         rotary = RotaryEmbedding(frequencies, _MAX_TOKENS, dtype, self._device)
         norm = self._norm.to(self._device, self._dtype).to(dtype)
-        weights = LatentWeights(rotary, norm, 1e-6, self._kv_b.to(dtype))
+        kv_b = self._kv_b.to(dtype)
+        weights = LatentWeights.of_kv_b(kv_b, self._params.qk_nope_head_dim, rotary, norm, 1e-6)
         attention = LatentAttention(self._params, backend, weights)
         self._bind_stale(attention)
         return [

@@ -119,8 +119,8 @@ class TorchAttention:
     ) -> None:
         # FP8 is widened to float32 on its way to the activations' dtype.
         itemsize = kv_cache.itemsize if self._weights.k_scale is None else 4
-        for rows, longest in decode_batches(meta, 2 * self.num_kv_heads * self.head_dim * itemsize):
-            out[rows] = self._decode_rows(q[rows], kv_cache, meta, rows, longest)
+        for batch in decode_batches(meta, 2 * self.num_kv_heads * self.head_dim * itemsize):
+            out[batch.rows] = self._decode_rows(q[batch.rows], kv_cache, meta, batch.rows, batch.longest)
 
     def _decode_rows(
         self,

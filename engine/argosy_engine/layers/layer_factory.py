@@ -412,7 +412,8 @@ class LayerFactory:
         kv_b = self._method.take_weight(self.weights, spec).view(-1, width, params.kv_lora_rank)
         norm = self.take(prefix + "kv_a_layernorm.weight", params.kv_lora_rank)
         params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
-        return LatentAttention(params, self._backend, LatentWeights(rotary, norm, eps, kv_b))
+        weights = LatentWeights.of_kv_b(kv_b, params.qk_nope_head_dim, rotary, norm, eps)
+        return LatentAttention(params, self._backend, weights)
 
     def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
         """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""
