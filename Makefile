@@ -135,6 +135,7 @@ generate: $(INSTALLED_DEV) ## write the engine's flags, the CRD, the dashboard, 
 	$(BIN)/python -P -m argosy_resource.crd
 	PYTHONPATH=generators $(BIN)/python -P -m monitoring charts/argosy/files
 	PYTHONPATH=generators $(BIN)/python -P -m docs_reference docs/reference
+	PYTHONPATH=generators:tests/support $(BIN)/python -P -m model_types docs/reference/model-types.md
 
 kustomize: ## render the chart with its default values into deploy/kustomize; HELM= names helm
 	$(HELM) template argosy charts/argosy --namespace argosy-system --no-hooks --set crds.install=false > deploy/kustomize/argosy.yaml

@@ -446,7 +446,7 @@ def native_run(
         is_alone: every sequence in steps of its own.
     """
     cache = case.empty_cache()
-    attend = Attention(case.shape.params, CpuBackend(cache.dtype, kernels))
+    attend = Attention(case.shape.params, CpuBackend(cache.dtype, kernels), case.weights)
     attend.bind(cache)
 
     def step(rows: list[int], spans: list[Span]) -> torch.Tensor:
@@ -470,7 +470,7 @@ def native_run(
 
 def torch_run(case: Case) -> torch.Tensor:
     cache = case.empty_cache().zero_()
-    attend = Attention(case.shape.params, TorchBackend(cache.dtype))
+    attend = Attention(case.shape.params, TorchBackend(cache.dtype), case.weights)
     attend.bind(cache)
     for row, (start, _) in enumerate(case.spans):
         if start:

@@ -18,6 +18,7 @@ from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear_method import UnquantizedLinearMethod
 from argosy_engine.model_configs.experts_config import RoutingSpec
+from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
@@ -178,8 +179,14 @@ def test_heads_of_a_rank() -> None:
         ("llama", {"intermediate_size": 129}, 2, False, "intermediate_size 129 is not .*; use 1$"),
         ("llama", {"vocab_size": 5}, 4, False, "vocab_size 5 is too small; use 1 or 2"),
         ("gpt2", {}, 8, False, "num_attention_heads 4"),
-        ("qwen3-moe", {"moe_intermediate_size": 49}, 2, False, "moe_intermediate_size 49"),
-        ("qwen3-moe", {"num_experts": 3, "num_experts_per_tok": 1}, 4, True, "only 3 experts; use 1 or 2$"),
+        ("qwen3-moe", {"experts": {"inner": 49}}, 2, False, "moe_intermediate_size 49"),
+        (
+            "qwen3-moe",
+            {"experts": {"routing": RoutingSpec(num_experts=3, experts_per_token=1)}},
+            4,
+            True,
+            "only 3 experts; use 1 or 2$",
+        ),
         ("llama", {}, 2, True, "LlamaForCausalLM has no experts"),
         ("llama", {}, 1, True, "LlamaForCausalLM has no experts"),
     ],
@@ -187,7 +194,12 @@ def test_heads_of_a_rank() -> None:
 def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(
     name: str, changes: dict[str, Any], size: int, experts: bool, message: str, checkpoint: Any
 ) -> None:
-    config = structs.replace(load_model_config(checkpoint(name)), **changes)
+    config = load_model_config(checkpoint(name))
+    if "experts" in changes:
+        assert isinstance(config, LlamaConfig)
+        assert config.experts is not None
+        changes = {"experts": structs.replace(config.experts, **changes["experts"])}
+    config = structs.replace(config, **changes)
     with pytest.raises(ConfigError, match=message):
         check_tensor_parallel(config, size, experts)
 
@@ -195,7 +207,11 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(
 def test_what_does_not_have_to_divide(checkpoint: Any) -> None:
     """Whole experts are not cut, and a model without dense layers has no other intermediate features."""
     config = load_model_config(checkpoint("qwen3-moe"))
-    changed = structs.replace(config, moe_intermediate_size=49, intermediate_size=129)
+    assert isinstance(config, LlamaConfig)
+    assert config.experts is not None
+    changed = structs.replace(
+        config, experts=structs.replace(config.experts, inner=49), intermediate_size=129
+    )
     check_tensor_parallel(changed, 4, True)
     for name in KINDS:
         for size in (1, 2, 4):

@@ -55,10 +55,10 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
     cache = torch.full_like(case.empty_cache(), poison)
     dtype = cache.dtype
     if backend == "torch":
-        attention = Attention(shape.params, TorchBackend(dtype))
+        attention = Attention(shape.params, TorchBackend(dtype), case.weights)
     else:
         loaded = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
-        attention = Attention(shape.params, CpuBackend(dtype, loaded))
+        attention = Attention(shape.params, CpuBackend(dtype, loaded), case.weights)
     attention.bind(cache)
 
     def run(rows: list[int], spans: list[Span]) -> torch.Tensor:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from transformers_checkpoints import MODEL_TYPES
+from model_types.__main__ import row_of
+from transformers_checkpoints import MODEL_TYPES, WRAPPER_TYPES
 from transformers_sweep import outcome
 
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "model-types.md").read_text("utf-8").splitlines()
 REFUSED = {
     "bloom": "cannot be followed",  # ALiBi
     "deepseek_v4": "attends to other keys",  # compressed ones
@@ -22,6 +24,11 @@ REFUSED = {
 def test_the_list_has_80_types() -> None:
     assert len(set(MODEL_TYPES)) == 80
     assert set(MODEL_TYPES) >= REFUSED.keys()
+
+
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *WRAPPER_TYPES])
+def test_the_page_of_model_types_says_what_runs_each(model_type: str) -> None:
+    assert row_of(model_type) in PAGE, "run make generate"
 
 
 @pytest.mark.timeout(300)

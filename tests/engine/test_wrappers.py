@@ -66,7 +66,17 @@ GUIDE_REQUEST: dict[str, Any] = {
         }
     ],
 }
-OURS = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3")
+OURS = (
+    "gemma3",
+    "glm4v",
+    "glm4v_moe",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+)
 OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
@@ -132,6 +142,14 @@ def test_our_own_decoders_compute_text_parts(model_type: str, tmp_path: Path) ->
     config = load_model_config(tmp_path)
     assert config.wrapper in NATIVE_WRAPPERS
     assert not isinstance(config, TransformersConfig)
+
+
+def test_a_text_part_may_be_of_another_family(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 48,
+            "llama_4_scaling_beta": 0.7}  # fmt: skip
+    fields = {"text_type": "ministral3", "rope_parameters": rope}
+    assert outcome("mistral3", tmp_path, fields, model_impl="argosy")[:2] == ("served", "")
+    assert load_model_config(tmp_path).architecture == "Ministral3ForCausalLM"
 
 
 def test_each_of_our_text_parts_is_tried() -> None:
@@ -386,7 +404,7 @@ def test_fields_of_the_text_part_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_fields_that_transformers_reads_can_be_overridden(tmp_path: Path) -> None:
-    write_checkpoint("glm", tmp_path)
+    write_checkpoint("helium", tmp_path)
 
     def overridden(**fields: Any) -> Any:
         return load_model_config(tmp_path, ModelUse(hf_overrides=HfOverrides.of(fields)))

@@ -44,6 +44,7 @@ OPTIONS = {
     "block_size": [16, 32, 64],
     "dtype": [torch.float16, torch.bfloat16],
     "sliding_window": [None, 1, 17, 100],
+    "chunk_size": [None, None, 24],
     "logit_softcap": [None, 2.0, 30.0],
     "has_sinks": [False, True],
 }
@@ -78,6 +79,12 @@ def batches(draw):
 @given(batches(), st.none() | st.integers(2, 7))
 def test_random_batches_have_the_attention_of_the_reference(batch, num_segments):
     check(batch, num_segments=num_segments)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 50, 70, 1000])
+def test_chunks(chunk_size):
+    check(PagedBatch(MIXED, chunk_size=chunk_size, num_heads=2, num_kv_heads=1))
+    check(PagedBatch(DECODES, chunk_size=chunk_size, num_heads=2, num_kv_heads=1), num_segments=3)
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from argosy_engine.attention.backend import AttentionWeights
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 
@@ -24,6 +25,8 @@ class Shape:
     block_size: int
     sliding_window: int | None
     logit_softcap: float | None
+    chunk_size: int | None
+    has_sinks: bool
 
     @property
     def params(self) -> AttentionParams:
@@ -34,6 +37,8 @@ class Shape:
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
+            chunk_size=self.chunk_size,
+            has_sinks=self.has_sinks,
         )
 
 
@@ -85,8 +90,14 @@ class Case:
     q: list[torch.Tensor]
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+    sinks: torch.Tensor | None
+    """float32 [num_heads]"""
     tables: torch.Tensor
     num_blocks: int
+
+    @property
+    def weights(self) -> AttentionWeights:
+        return AttentionWeights(sinks=self.sinks)
 
     def empty_cache(self) -> torch.Tensor:
         """Return a cache filled with NaN, because stale values in a block must not affect results."""
@@ -124,7 +135,13 @@ class Case:
         is_seen = key <= position
         if shape.sliding_window is not None:
             is_seen &= key > position - shape.sliding_window
-        probs = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
+        if shape.chunk_size is not None:
+            is_seen &= key >= position // shape.chunk_size * shape.chunk_size
+        scores = scores.masked_fill(~is_seen, -math.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        probs = scores.softmax(-1)[..., :end]
         return torch.einsum("hnl,lhd->nhd", probs, v)
 
 
@@ -137,6 +154,8 @@ def random_case(rng: random.Random, dtype: torch.dtype) -> Case:
         block_size=rng.choice((16, 32, 48)),
         sliding_window=rng.choice((None, None, 1, 17, 200)),
         logit_softcap=rng.choice((None, None, 5.0)),
+        chunk_size=rng.choice((None, None, None, 16, 70)),
+        has_sinks=rng.choice((False, False, True)),
     )
     spans = []
     for _ in range(rng.randrange(1, 6)):
@@ -155,4 +174,5 @@ def random_case(rng: random.Random, dtype: torch.dtype) -> Case:
         return [torch.randn(end, heads, shape.head_dim, generator=generator).to(dtype) for _, end in spans]
 
     q, k, v = draw(shape.num_heads), draw(shape.num_kv_heads), draw(shape.num_kv_heads)
-    return Case(shape, spans, q, k, v, tables, num_blocks)
+    sinks = torch.randn(shape.num_heads, generator=generator) * 2 if shape.has_sinks else None
+    return Case(shape, spans, q, k, v, sinks, tables, num_blocks)

@@ -29,6 +29,7 @@ class PagedBatch:
     kv_dtype: torch.dtype | None = None
     padding: int = 2
     sliding_window: int | None = None
+    chunk_size: int | None = None
     logit_softcap: float | None = None
     has_sinks: bool = False
     q: torch.Tensor = field(init=False)
@@ -61,6 +62,8 @@ class PagedBatch:
             first = 0
             if self.sliding_window is not None:
                 first = max(total - new + 1 - self.sliding_window, 0)
+            if self.chunk_size is not None:
+                first = max(first, (total - new) // self.chunk_size * self.chunk_size)
             keys = torch.randn(total, self.num_kv_heads, self.head_dim).to(kv_dtype)
             values = torch.randn(total, self.num_kv_heads, self.head_dim).to(kv_dtype)
             if new:
@@ -77,6 +80,7 @@ class PagedBatch:
                 values.float() * v_scale,
                 scale=scale,
                 sliding_window=self.sliding_window,
+                chunk_size=self.chunk_size,
                 logit_softcap=self.logit_softcap,
                 sinks=None if sinks is None else sinks.float(),
             )
@@ -87,6 +91,7 @@ class PagedBatch:
             "max_query_len": max(queries, default=0),
             "scale": scale,
             "sliding_window": self.sliding_window,
+            "chunk_size": self.chunk_size,
             "logit_softcap": self.logit_softcap,
             "sinks": sinks,
             "k_scale": torch.tensor([k_scale]) if is_scaled else None,
@@ -105,6 +110,7 @@ def attention_reference(
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk_size: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -123,6 +129,8 @@ def attention_reference(
     is_hidden = key > position
     if sliding_window is not None:
         is_hidden |= key <= position - sliding_window
+    if chunk_size is not None:
+        is_hidden |= key < position // chunk_size * chunk_size
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if sinks is not None:
         column = sinks[:, None, None].expand(-1, len(q), 1)

@@ -12,7 +12,6 @@ from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model, plan_weights
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
 from attention_cases import model_inputs
 from thread_ranks import ThreadCommunicator
 
@@ -44,9 +43,9 @@ def logits_of(
         communicator=communicator,
     )
     assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
-    groups = layer_groups(loaded.model, BLOCK_SIZE)
     num_blocks = -(-len(TOKENS) // BLOCK_SIZE)
-    bind_kv_cache(loaded.model, groups, num_blocks, BLOCK_SIZE, CPU)
+    for layer in loaded.model.attention_layers:
+        layer.bind(torch.zeros(layer.kv_cache_shape(num_blocks, BLOCK_SIZE)))
     steps = []
     for start, stop in ((0, len(TOKENS) - 1), (len(TOKENS) - 1, len(TOKENS))):
         inputs = model_inputs(TOKENS[start:stop], start, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)

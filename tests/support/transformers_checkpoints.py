@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from argosy_engine.checkpoint.model_path import resolve_model
 
@@ -119,10 +123,11 @@ _OWN_TEXT: dict[str, dict[str, Any]] = {
 """Fields of the text parts of wrappers, besides those of their model types."""
 
 
-def small_wrapper_config(model_type: str, **text: Any) -> Any:
+def small_wrapper_config(model_type: str, text_type: str | None = None, **text: Any) -> Any:
     """Return a small config of a model type with parts for images.
 
     Args:
+        text_type: model type of the text part; None: the usual one.
         text: fields of the text part.
     """
     config_class = CONFIG_MAPPING[model_type]
@@ -131,9 +136,11 @@ def small_wrapper_config(model_type: str, **text: Any) -> Any:
     for name in config_class.sub_configs:
         part = getattr(default, name)
         if part is default.get_text_config():
-            parts[name] = small_config(
-                part.model_type, type(part), **{**_OWN_TEXT.get(model_type, {}), **text}
-            )
+            own = {**_OWN_TEXT.get(model_type, {}), **text}
+            if text_type is None:
+                parts[name] = small_config(part.model_type, type(part), **own)
+            else:
+                parts[name] = small_config(text_type, **own)
         elif part is not None:
             known = part.to_dict()
             fields = {field: value for field, value in _SMALL_PART.items() if known.get(field) is not None}
@@ -164,6 +171,13 @@ def small_config(model_type: str, config_class: Any = None, **own: Any) -> Any:
     }
     fields |= _OWN.get(model_type, {}) | own
     return config_class(**{name: value for name, value in fields.items() if value is not None})
+
+
+def architecture_of(model_type: str) -> str:
+    """Return the name of transformers' class that generates text."""
+    if model_type in WRAPPER_TYPES:
+        return str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 QWEN3_5_TEMPLATE = """\

@@ -41,9 +41,13 @@ class Outcome(NamedTuple):
     """Tokens of prompts that were found in the prefix cache."""
 
 
-def outcome(model_type: str, path: Path, **flags: Any) -> Outcome:
-    """Serve a checkpoint of a model type, written to `path`: batched, in chunks over a prefix cache, and preempted."""
-    return served(write_checkpoint(model_type, path), path, **flags)
+def outcome(model_type: str, path: Path, fields: dict[str, Any] | None = None, **flags: Any) -> Outcome:
+    """Serve a checkpoint of a model type, written to `path`: batched, in chunks over a prefix cache, and preempted.
+
+    Args:
+        fields: of its config.
+    """
+    return served(write_checkpoint(model_type, path, **(fields or {})), path, **flags)
 
 
 def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:

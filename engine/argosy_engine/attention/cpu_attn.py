@@ -75,8 +75,8 @@ class CpuAttention:
         rotary = weights.rotary
         cosines, sines = (None, None) if rotary is None else (rotary.cosines, rotary.sines)
         in_kernel = [norm if norm is not None and norm.dtype is dtype else None for norm, _ in norms]
-        self._kept_alive = (*in_kernel, cosines, sines)
-        q_norm_at, k_norm_at, cosines_at, sines_at = (
+        self._kept_alive = (*in_kernel, cosines, sines, weights.sinks)
+        q_norm_at, k_norm_at, cosines_at, sines_at, sinks_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
         self.layer = AttentionLayerStruct(
@@ -84,11 +84,13 @@ class CpuAttention:
             k_norm=k_norm_at,
             cosines=cosines_at,
             sines=sines_at,
+            sinks=sinks_at,
             num_heads=params.num_heads,
             num_kv_heads=params.num_kv_heads,
             head_dim=params.head_dim,
             rotary_dim=0 if cosines is None else cosines.shape[1] * 2,
             window=params.sliding_window or 0,
+            chunk=params.chunk_size or 0,
             scale=params.scale,
             softcap=params.logit_softcap or 0.0,
             eps=weights.eps,

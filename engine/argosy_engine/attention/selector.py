@@ -113,9 +113,6 @@ def load_backend(name: str, dtype: torch.dtype, *, has_fp8_kv_cache: bool = Fals
     return factory(dtype, has_fp8_kv_cache=True) if has_fp8_kv_cache else factory(dtype)
 
 
-_NO_SINKS = "it computes no attention sinks"
-
-
 def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     if needs.device != "cpu":
         return "it computes on CPUs only"
@@ -133,21 +130,10 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     if needs.block_size % lanes:
         return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
     for layer in needs.plain_layers:
-        if layer.has_sinks:
-            return _NO_SINKS
-        if (reason := _refuse_kinds(layer)) is not None:
-            return reason
         if layer.head_dim % lanes or layer.head_dim > _MAX_CPU_HEAD_DIM:
             return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {_MAX_CPU_HEAD_DIM}"
         if layer.num_heads // layer.num_kv_heads > _MAX_CPU_GROUP:
             return f"more than {_MAX_CPU_GROUP} query heads share a KV head"
-    return None
-
-
-def _refuse_kinds(layer: AttentionParams) -> str | None:
-    """Refuse what only plain torch computes."""
-    if layer.chunk_size is not None:
-        return f"it computes no attention in chunks of {layer.chunk_size} tokens"
     return None
 
 
@@ -165,8 +151,6 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
                 f"{latent.qk_rope_head_dim} more than {MAX_LATENT_ROPE_DIM}"
             )
     for layer in needs.plain_layers:
-        if (reason := _refuse_kinds(layer)) is not None:
-            return reason
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
             return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"
         if layer.num_heads // layer.num_kv_heads > MAX_TRITON_GROUP:
@@ -187,7 +171,9 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return reason
     for layer in needs.plain_layers:
         if layer.has_sinks:
-            return _NO_SINKS
+            return "it computes no attention sinks"
+        if layer.chunk_size is not None:
+            return f"it computes no attention in chunks of {layer.chunk_size} tokens"
         if layer.head_dim % 8:
             return f"a head size of {layer.head_dim} is not a multiple of 8"
     versions = installed_versions()

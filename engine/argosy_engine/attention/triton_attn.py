@@ -58,6 +58,7 @@ class TritonAttention:
             "max_query_len": meta.max_query_len,
             "scale": params.scale,
             "sliding_window": params.sliding_window,
+            "chunk_size": params.chunk_size,
             "logit_softcap": params.logit_softcap,
             "k_scale": weights.k_scale,
             "v_scale": weights.v_scale,

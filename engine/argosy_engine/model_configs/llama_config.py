@@ -449,8 +449,9 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
 
 
 def _glm4(raw: RawConfig) -> dict[str, Any]:
+    is_vl = raw.get("model_type") == "glm4v_text"
     return {
-        "head_dim": raw.get("head_dim") or 128,
+        "head_dim": raw["hidden_size"] // raw["num_attention_heads"] if is_vl else raw.get("head_dim") or 128,
         "rms_norm_eps": raw.get("rms_norm_eps", 1.5625e-7),
         "attention_bias": bool(raw.get("attention_bias", True)),
         "output_bias": False,
@@ -458,7 +459,7 @@ def _glm4(raw: RawConfig) -> dict[str, Any]:
         "has_fused_mlp": True,
         "norms": "both",
         "is_interleaved": True,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": 1.0 if is_vl else 0.5,
         "positions": raw.get("max_position_embeddings", 131072),
     }
 
@@ -488,7 +489,7 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
         "output_bias": False,
         "mlp_bias": False,
         "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": 1.0 if raw.get("model_type") == "glm4v_moe_text" else 0.5,
         "positions": raw.get("max_position_embeddings", 131072),
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 1,
         "experts": {

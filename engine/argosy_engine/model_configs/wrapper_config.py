@@ -22,15 +22,18 @@ WRAPPER = "ForConditionalGeneration"
 NATIVE_WRAPPERS = frozenset(
     f"{name}{WRAPPER}"
     for name in (
-        *("Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3"),
-        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM"),
+        *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision"),
+        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM"),
     )
 )
 """Wrappers that give texts to a decoder and an output head and do nothing else with them. Tests hold each against
 transformers."""
 _NATIVE_TEXTS = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",  # whose M-RoPE is RoPE where all are texts

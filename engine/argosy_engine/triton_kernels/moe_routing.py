@@ -115,11 +115,12 @@ def _route(
         # Finite, NaN included: below, -inf marks what must not be chosen, and a chosen expert must exist.
         logits = tl.where(logits > -3.0e38, logits, -3.0e38)
         logits = tl.where(expert < NUM_EXPERTS, logits, -float("inf"))
+        top = tl.max(logits, axis=1)
         if IS_SIGMOID:
             scores = tl.sigmoid(logits)
             total = tl.full([ROWS], 1.0, dtype=tl.float32)
         else:
-            scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+            scores = tl.exp(logits - top[:, None])
             total = tl.sum(scores, axis=1)
         left = logits
         if correction_ptr is not None or GROUPS_TAKEN < NUM_GROUPS:
@@ -135,9 +136,12 @@ def _route(
         weights = tl.zeros([ROWS, K_BLOCK], dtype=tl.float32)
         chosen = tl.zeros([ROWS, K_BLOCK], dtype=tl.int32)
         for index in range(K):
-            _, choice = tl.max(left, axis=1, return_indices=True)
+            best, choice = tl.max(left, axis=1, return_indices=True)
             is_choice = expert == choice[:, None]
-            score = tl.sum(tl.where(is_choice, scores, 0.0), axis=1)
+            if IS_SIGMOID or correction_ptr is not None or GROUPS_TAKEN < NUM_GROUPS:
+                score = tl.sum(tl.where(is_choice, scores, 0.0), axis=1)
+            else:  # takes fewer registers
+                score = tl.exp(best - top)
             weights = tl.where(rank == index, score[:, None], weights)
             chosen = tl.where(rank == index, choice[:, None], chosen)
             left = tl.where(is_choice, -float("inf"), left)

@@ -47,6 +47,7 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     sliding_window: int | None = None,
+    chunk_size: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -77,6 +78,7 @@ def paged_attention(
         max_query_len: upper bound on the queries of a request. A request with more gets a wrong result.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.
+        chunk_size: a token attends to those before it in its chunk of this many positions (Llama 4); None: no chunks.
         logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
         sinks: [num_heads], a logit per head that takes part in the softmax and has no value (gpt-oss).
         k_scale: float32 [1], factor on the keys of an FP8 cache; None: 1.
@@ -134,6 +136,7 @@ def paged_attention(
         scale=float(scale),
         logit_softcap=logit_softcap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
         num_requests=num_requests,
         num_kv_heads=num_kv_heads,
         out_stride_token=target.stride(0),

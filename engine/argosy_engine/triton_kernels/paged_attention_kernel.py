@@ -54,6 +54,7 @@ def _attend(
     score_scale,
     logit_softcap,
     sliding_window,
+    chunk_size,
     kv_stride_block,
     kv_stride_slot,
     HEAD_DIM: tl.constexpr,
@@ -96,6 +97,8 @@ def _attend(
             is_visible = key[None, :] <= position[:, None]
             if sliding_window is not None:
                 is_visible &= key[None, :] > position[:, None] - sliding_window
+            if chunk_size is not None:
+                is_visible &= key[None, :] >= (position // chunk_size * chunk_size)[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         reference = new_maximum
@@ -129,6 +132,7 @@ def paged_attention_kernel(
     scale,
     logit_softcap,
     sliding_window,
+    chunk_size,
     num_requests,
     num_kv_heads,
     out_stride_token,
@@ -186,6 +190,8 @@ def paged_attention_kernel(
     begin = 0
     if sliding_window is not None:
         begin = tl.maximum(context_len + query_tile * BLOCK_Q + 1 - sliding_window, 0)
+    if chunk_size is not None:
+        begin = tl.maximum(begin, (context_len + query_tile * BLOCK_Q) // chunk_size * chunk_size)
     first_tile = begin // TILE
     last_tile = tl.cdiv(end, TILE)
     segment = tl.program_id(1)
@@ -212,7 +218,7 @@ def paged_attention_kernel(
     masked_tile = first_tile
     # A decode is one masked loop, whose loads stay in flight up to its end; a prompt saves the masks of most tiles.
     # (In float32, two loops take more registers than there are.)
-    if IS_PACKED and sliding_window is None and q.dtype != tl.float32:
+    if IS_PACKED and sliding_window is None and chunk_size is None and q.dtype != tl.float32:
         all_visible = (context_len + query_tile * BLOCK_Q + 1) // TILE
         masked_tile = tl.maximum(tl.minimum(all_visible, last_tile), first_tile)
         accumulator, denominator, maximum = _attend(
@@ -231,6 +237,7 @@ def paged_attention_kernel(
             score_scale,
             logit_softcap,
             sliding_window,
+            chunk_size,
             kv_stride_block,
             kv_stride_slot,
             HEAD_DIM,
@@ -255,6 +262,7 @@ def paged_attention_kernel(
         score_scale,
         logit_softcap,
         sliding_window,
+        chunk_size,
         kv_stride_block,
         kv_stride_slot,
         HEAD_DIM,

@@ -13,6 +13,7 @@ from gpu_report.case import Case
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _QWEN3 = (128, 8, 2048, 768)
 _MIXTRAL = (8, 2, 4096, 14336)
+_GPT_OSS = (32, 4, 2880, 2880)
 
 
 def cases(traits: DeviceTraits) -> Iterator[Case]:
@@ -29,12 +30,26 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                     f"{name}, FP8 weights, {tokens} tokens, 128 experts",
                     _call(tokens, *_QWEN3, dtype=dtype, is_fp8=True),
                 )
+    for tokens in (1, 512, 8192):
+        yield Case(
+            f"bf16, {tokens} tokens, 32 experts with biases",
+            _call(tokens, *_GPT_OSS, dtype=torch.bfloat16, is_gpt_oss=True),
+            is_sampled=tokens == 512,
+        )
     yield Case("bf16, 64 tokens, 8 experts", _call(64, *_MIXTRAL, dtype=torch.bfloat16))
     yield Case("bf16, 64 tokens, 8 experts of uneven size", _call(64, 8, 2, 1000, 360, dtype=torch.bfloat16))
 
 
 def _call(
-    tokens: int, experts: int, k: int, hidden: int, inner: int, *, dtype: torch.dtype, is_fp8: bool = False
+    tokens: int,
+    experts: int,
+    k: int,
+    hidden: int,
+    inner: int,
+    *,
+    dtype: torch.dtype,
+    is_fp8: bool = False,
+    is_gpt_oss: bool = False,
 ) -> Callable[[], object]:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
@@ -48,6 +63,9 @@ def _call(
             empty(experts, hidden, inner, dtype=weight_dtype),
             k,
             normalises=True,
+            activation="swigluoai" if is_gpt_oss else "silu",
+            w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,
+            w2_bias=empty(experts, hidden) if is_gpt_oss else None,
             w1_scale=empty(experts, 2 * inner, dtype=torch.float32) if is_fp8 else None,
             w2_scale=empty(experts, hidden, dtype=torch.float32) if is_fp8 else None,
         )

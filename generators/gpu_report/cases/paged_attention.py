@@ -38,6 +38,7 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         yield _case(mode, sliding_window=4096)
         yield _case(mode, head_dim=256, group_size=2, logit_softcap=50.0)
         yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
+        yield _case(mode, group_size=5, chunk_size=8192)
     yield _case("drafts", head_dim=128)
     if traits.has_fp8:
         yield from _fp8_results(traits)

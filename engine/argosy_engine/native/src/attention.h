@@ -86,7 +86,10 @@ class AttentionJob {
 
     // Keys [begin, end) that a row attends to.
     int end_of(int row) const { return first_position + row / group + 1; }
-    int begin_of(int row) const { return layer.window ? std::max(end_of(row) - layer.window, 0) : 0; }
+    int begin_of(int row) const {
+      const int end = end_of(row), in_window = layer.window ? std::max(end - layer.window, 0) : 0;
+      return layer.chunk ? std::max(in_window, (end - 1) / layer.chunk * layer.chunk) : in_window;
+    }
 
     const T* query_at(int row) const {
       return job.q_ + (first_row + row / group) * job.q_stride_ + (kv_head * group + row % group) * int64_t(dim);
@@ -102,8 +105,8 @@ class AttentionJob {
     void run() {
       for (int r = 0; r < rows; ++r) {
         memcpy(query + r * dim, query_at(r), dim * sizeof(T));
-        best[r] = -1e30f;
-        mass[r] = 0.0f;
+        best[r] = layer.sinks ? layer.sinks[kv_head * group + r % group] : -1e30f;
+        mass[r] = layer.sinks ? 1.0f : 0.0f;
       }
       memset(result, 0, sizeof(float) * rows * dim);
       const int end = end_of(rows - 1);

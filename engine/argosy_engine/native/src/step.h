@@ -33,9 +33,11 @@ struct Layer {
   const void* k_norm;
   const float* cosines;  // [positions][rotary_dim / 2]
   const float* sines;
+  const float* sinks;  // [num_heads] a score per head that has no key, null without
   int32_t num_blocks, block_size;
   int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
   int32_t window;  // 0: attend to every key; else to the last `window` keys, the query's own included
+  int32_t chunk;   // 0: none; else attend to the keys of the query's chunk of so many positions
   float scale, softcap, eps;
 };
 

@@ -1,0 +1,75 @@
+"""Write the page of model types: `python -m model_types FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.loader import complete_config
+from transformers_checkpoints import (
+    MODEL_TYPES,
+    WRAPPER_TYPES,
+    architecture_of,
+    small_config,
+    small_wrapper_config,
+)
+
+_HEAD = """\
+# Model types
+
+What an engine makes of each `model_type` in config.json. Tests hold a small random checkpoint of each against
+transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted. *argosy* is the engine's own
+code, with FP8, tensor, pipeline and expert parallelism, pooling and every attention backend; *transformers* is
+[transformers' modelling code](../serving.md#other-architectures) over the same KV cache, on one device. Attention is
+over all tokens, a window or chunks, as the tests' configs ask for; other configs of a type may ask for less or more.
+
+| `model_type` | architecture | code | layers |
+|---|---|---|---|
+"""
+
+
+def row_of(model_type: str) -> str:
+    """Return the line of the table for a model type."""
+    is_wrapper = model_type in WRAPPER_TYPES
+    small = small_wrapper_config(model_type) if is_wrapper else small_config(model_type)
+    architecture = architecture_of(model_type)
+    try:
+        config = complete_config(parse_config({**small.to_dict(), "architectures": [architecture]}, {}, {}))
+    except ConfigError as error:
+        reason = str(error).partition(": ")[2].partition("; serve another")[0].partition(" (")[0]
+        return f"| `{model_type}` | `{architecture}` | refused: {reason} | |"
+    code = "transformers" if isinstance(config, TransformersConfig) else "argosy"
+    return f"| `{model_type}` | `{architecture}` | {code} | {', '.join(_kept(config))} |"
+
+
+def _kept(config: ModelConfig) -> Iterator[str]:
+    layers: Sequence[AttentionParams] = config.attention_layers
+    if any(layer.sliding_window is None and layer.chunk_size is None for layer in layers):
+        yield "all tokens"
+    if any(layer.sliding_window is not None for layer in layers):
+        yield "a window"
+    if any(layer.chunk_size is not None for layer in layers):
+        yield "chunks"
+    if config.state_layers:
+        yield "states"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m model_types", description=__doc__)
+    parser.add_argument("file", type=Path)
+    file: Any = parser.parse_args(argv).file
+    rows = [row_of(model_type) for model_type in (*MODEL_TYPES, *WRAPPER_TYPES)]
+    file.write_text(_HEAD + "\n".join(rows) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
