@@ -19,7 +19,7 @@ PARAMS = LatentAttentionParams(
     num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, scale=0.2
 )
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-SPANS = [(40, 41), (0, 1), (0, 20), (30, 33)]
+SPANS = [(40, 41), (0, 1), (0, 20), (30, 33), (5, 40), (7, 9)]
 
 
 class Batch:
@@ -137,6 +137,7 @@ def test_errors_say_what_is_supported(changes, options, message):
         ({}, torch.bfloat16),
         ({"num_heads": 3, "kv_lora_rank": 48, "v_head_dim": 40}, torch.float16),
         ({"qk_rope_head_dim": 2, "num_heads": 20}, torch.float32),
+        ({"kv_lora_rank": 48}, torch.bfloat16),  # where long prompts are expanded
     ],
     ids=str,
 )

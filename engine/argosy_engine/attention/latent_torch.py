@@ -50,8 +50,8 @@ class TorchLatentAttention:
         starts, seq_lens = meta.query_start_loc_cpu.tolist(), meta.seq_lens_cpu.tolist()
         for row in range(meta.num_decodes, len(seq_lens)):
             new = slice(starts[row], starts[row + 1])
-            keys = self._gathered(kv_cache, meta.block_table[row], seq_lens[row])
-            attend = self._attend_expanded if params.expands(new.stop - new.start) else self._attend_absorbed
+            keys = self.gathered(kv_cache, meta.block_table[row], seq_lens[row])
+            attend = self.attend_expanded if params.expands(new.stop - new.start) else self.attend_absorbed
             out[new] = attend(q_nope[new], q_rope[new], keys)
         return out
 
@@ -67,7 +67,7 @@ class TorchLatentAttention:
         """Return queries of what the cache keeps, [T, num_heads, cached_dim]."""
         return torch.cat((multiply_heads(q_nope, self._weights.key_up), q_rope), dim=2)
 
-    def _gathered(self, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:
+    def gathered(self, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:
         """Return what the cache keeps of a request's tokens, [seq_len, cached_dim]."""
         blocks = table[: -(-seq_len // kv_cache.shape[1])]
         return kv_cache.index_select(0, blocks).view(-1, self._params.cached_dim)[:seq_len]
@@ -107,9 +107,7 @@ class TorchLatentAttention:
         probs = torch.softmax(scores, dim=-1)
         return torch.bmm(probs.to(queries.dtype), keys[:, :, : self._params.kv_lora_rank])
 
-    def _attend_absorbed(
-        self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
+    def attend_absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Attend from the last queries to all keys [seq_len, cached_dim]; returns [new, num_heads * v_head_dim]."""
         params = self._params
         queries = self._absorbed(q_nope, q_rope)
@@ -126,16 +124,13 @@ class TorchLatentAttention:
             parts.append(torch.matmul(probs.to(keys.dtype), seen[:, : params.kv_lora_rank]))
         return multiply_heads(torch.cat(parts), self._weights.value_up).flatten(1)
 
-    def _attend_expanded(
-        self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
-        """The same, by keys and values of each head."""
+    def attend_expanded(self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Attend by keys and values of each head; see `attend_absorbed`."""
         params = self._params
         num_new, seq_len = len(q_nope), len(keys)
         latent, k_rope = keys.split([params.kv_lora_rank, params.qk_rope_head_dim], dim=1)
         out = q_nope.new_empty(num_new, params.num_heads, params.v_head_dim)
-        width = 2 * params.qk_nope_head_dim + params.qk_rope_head_dim + 2 * params.v_head_dim
-        num_heads = max(self._workspace_bytes // (seq_len * width * keys.itemsize), 1)
+        num_heads = max(self._workspace_bytes // (seq_len * params.expanded_dim * keys.itemsize), 1)
         for start in range(0, params.num_heads, num_heads):
             heads = slice(start, start + num_heads)
             key_up, value_up = self._weights.key_up[heads], self._weights.value_up[heads]

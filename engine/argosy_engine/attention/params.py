@@ -86,6 +86,17 @@ class LatentAttentionParams(Struct, frozen=True, kw_only=True):
         """Elements that the cache keeps of a token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @property
+    def expanded_dim(self) -> int:
+        """Elements that are computed per head and token of a prompt's context where it is expanded: what is not rotated
+        of keys, keys and values, and the smaller of these in the size of the other."""
+        return (
+            self.qk_nope_head_dim
+            + self.qk_head_dim
+            + self.v_head_dim
+            + max(self.qk_head_dim, self.v_head_dim)
+        )
+
     def expands(self, num_queries: int) -> bool:
         """Whether that many new tokens of a request attend with fewer operations to keys and values of their own for
         each head, once these are computed, than to the latents.

@@ -88,6 +88,10 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
     def cached_values(self, tensor_parallel_size: int) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def expanded_values(self, tensor_parallel_size: int) -> int:
+        layer = self.attention_layers[0].of_rank(tensor_parallel_size)
+        return layer.num_heads * layer.expanded_dim
+
     def replicated_elements(self, tensor_parallel_size: int) -> int:
         width = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
         return int(self.hidden_size * width * (1 - 1 / tensor_parallel_size))

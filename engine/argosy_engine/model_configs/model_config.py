@@ -117,6 +117,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         """Return the number of elements that a layer keeps of a token on one rank."""
         return 2 * max(self.num_key_value_heads // tensor_parallel_size, 1) * self.head_dim
 
+    def expanded_values(self, tensor_parallel_size: int) -> int:
+        """Return the number of elements per token that one rank computes of what a layer keeps, before prompts attend
+        to it."""
+        return 0
+
     def replicated_elements(self, tensor_parallel_size: int) -> int:
         """Estimate how many elements of a layer's weights a rank holds beyond an equal share: those of KV heads that
         several ranks hold."""

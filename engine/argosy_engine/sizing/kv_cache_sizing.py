@@ -92,9 +92,11 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     sampling = itemsize + 4 + 4 + 4 + 8
     if attention_backend == "torch":
-        context = wanted_model_len(args, config) * config.cached_values(ranks) * itemsize
+        longest = wanted_model_len(args, config) * itemsize
+        context = longest * config.cached_values(ranks)
         # once as gathered, and once in the layout of the product
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
+        layer += min(longest * config.expanded_values(ranks), WORKSPACE_BYTES)
         sampling += 4 + 8  # probabilities, and their sums in float64
     return max(layer, rows * config.vocab_size * sampling)
 
