@@ -17,7 +17,8 @@ VARIABLE = re.compile(r"""["']((?:ARGOSY_|POD_NAME)[A-Z_]*)["']""")
 
 def test_pages_are_up_to_date() -> None:
     pages = render()
-    assert sorted(path.name for path in REFERENCE.iterdir()) == sorted(pages)
+    others = {"gpu-kernels.md", "model-types.md"}  # of generators that take longer
+    assert {path.name for path in REFERENCE.iterdir()} - others == set(pages)
     for name, text in pages.items():
         assert (REFERENCE / name).read_text("utf-8") == text, "run `make generate`"
 

@@ -43,7 +43,7 @@ from argosy_protocol.program.flags import Flag, InvalidValue, convert_arguments
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["fp8", "compressed-tensors", "modelopt"]
+Quantization = Literal["fp8", "compressed-tensors", "modelopt", "mxfp4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 _DTYPES_OF_MODELS = tuple(
     (dtype, "without the flag keys and values have the model's dtype, which --dtype sets; leave it out")
@@ -54,6 +54,7 @@ _REFUSED_CACHE_DTYPES = tuple(
     (dtype, "keys and values in 8 bits are fp8 (e4m3); use it, or leave the flag out")
     for dtype in ("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
 )
+_QUANTIZATION_ALIASES = (("modelopt_fp8", "modelopt"), ("gpt_oss_mxfp4", "mxfp4"))
 _REFUSED_QUANTIZATIONS = tuple(
     (
         method,
@@ -62,7 +63,7 @@ _REFUSED_QUANTIZATIONS = tuple(
     for method in (
         *("awq", "awq_marlin", "gptq", "gptq_marlin", "marlin", "moe_wna16", "cpu_awq", "auto-round", "inc"),
         *("bitsandbytes", "gguf", "torchao", "quark", "humming", "int8", "tpu_int8", "experts_int8"),
-        *("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "mxfp4", "mxfp8", "gpt_oss_mxfp4"),
+        *("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "mxfp8"),
         *("fbgemm_fp8", "ptpc_fp8"),
     )
 )
@@ -275,7 +276,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             description="scheme of the weights; default: the checkpoint's; fp8 of an unquantised checkpoint: quantised "
             "to FP8 as it is loaded, on GPUs with FP8 in bfloat16"
         ),
-        Flag(short="-q", aliases=(("modelopt_fp8", "modelopt"),), remedies=_REFUSED_QUANTIZATIONS),
+        Flag(short="-q", aliases=_QUANTIZATION_ALIASES, remedies=_REFUSED_QUANTIZATIONS),
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType,

@@ -25,6 +25,7 @@ from argosy_engine.layers.experts import ExpertsSpec, StackedExperts, TritonExpe
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.quantization import linear_method
 from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
@@ -204,7 +205,16 @@ class _FirstExpertFactory(LayerFactory):
 
     def experts(self, spec: ExpertsSpec) -> TritonExperts:
         first = self._method.load_experts(self.weights, replace(spec, held=range(1))).gate_up
-        return TritonExperts(spec, StackedExperts.empty(spec, first.dtype, first.device))
+        stacked = StackedExperts.empty(spec, first.dtype, first.device)
+        correction = None
+        if spec.names.biases is not None:
+            sizes = ((spec.num_experts, size) for size in (2 * spec.inner, spec.hidden))
+            biases = [torch.empty(size, dtype=self.dtype, device=first.device) for size in sizes]
+            stacked = stacked._replace(gate_up_bias=biases[0], down_bias=biases[1])
+        if spec.routing.has_correction:
+            name = spec.prefix + spec.names.correction
+            correction = self.weights.take_scale(name, spec.num_experts, is_signed=True)
+        return TritonExperts(spec, stacked, correction)
 
 
 class _CountedGraphs:
@@ -285,8 +295,10 @@ def _count(
 def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int:
     """Return the bytes of weights (of the experts that tokens can choose), keys and values that a step moves."""
     tokens = shape.decodes + sum(shape.prompts)
-    experts = getattr(config, "num_experts", 0)
-    hit = min(1.0, tokens * getattr(config, "num_experts_per_tok", 0) / experts) if experts else 0.0
+    experts: ExpertsConfig | None = getattr(config, "experts", None)
+    hit = 0.0
+    if experts is not None:
+        hit = min(1.0, tokens * experts.routing.experts_per_token / experts.routing.num_experts)
     weights = 0.0
     for name, dims in plan.shapes.items():
         if "embed_tokens" not in name or config.tie_word_embeddings:

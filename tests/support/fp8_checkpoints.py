@@ -11,13 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 FP8 = torch.float8_e4m3fn
+BLOCK = (24, 40)
+"""Rows and columns with one scale; it divides no layer, nor the part of one that a rank has."""
 
 
 def _group(strategy: str, activations: dict[str, Any]) -> dict[str, Any]:
     bits = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = {"block_structure": list(BLOCK)} if strategy == "block" else {}
     return {
         "targets": ["Linear"],
-        "weights": {**bits, "strategy": strategy, "dynamic": False},
+        "weights": {**bits, **blocks, "strategy": strategy, "dynamic": False},
         "input_activations": {**bits, **activations},
         "output_activations": None,
     }
@@ -44,6 +47,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", **_MODELOPT},
     "modelopt-file": {},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+    "compressed-tensors-block": _compressed(
+        "block", {"strategy": "group", "dynamic": True, "group_size": 40}
+    ),
 }
 """`quantization_config` by format; `modelopt-file` has hf_quant_config.json instead."""
 
@@ -64,6 +71,10 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
     for name, tensor in tensors.items():
         is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
         if not is_linear:
+            continue
+        if form.endswith("block"):
+            suffix = "_scale_inv" if form == "fp8-block" else "_scale"
+            stored[name], stored[name + suffix], widened[name] = in_blocks(tensor)
             continue
         largest = tensor.abs().amax(dim=1, keepdim=True) if is_per_channel else tensor.abs().amax()
         # Scales in bfloat16, as compressed-tensors has them, are exact in float32.
@@ -87,3 +98,20 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
         (path / "hf_quant_config.json").write_text(json.dumps(description))
     else:
         (path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[form]}))
+
+
+def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight [out, in] in FP8, the scale of each block, and what the numbers stand for."""
+    counts = [-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True)]
+    scales, values, widened = torch.empty(counts), weight.to(FP8), weight.clone()
+    for row in range(counts[0]):
+        for column in range(counts[1]):
+            place = tuple(
+                slice(index * block, (index + 1) * block)
+                for index, block in zip((row, column), BLOCK, strict=True)
+            )
+            scale = weight[place].abs().amax() / 448
+            part = (weight[place] / scale).clamp(-448, 448).to(FP8)
+            scales[row, column], widened[place] = scale, part.float() * scale
+            values.view(torch.uint8)[place] = part.view(torch.uint8)
+    return values, scales, widened

@@ -26,7 +26,7 @@ from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.wrapper_config import text_tensors
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 """Dtypes that a layer may take, by their names in safetensors."""
 _Source = TypeVar("_Source")
 _MAX_NAMED = 6
@@ -60,13 +60,19 @@ class Weights(ABC):
 
     @abstractmethod
     def take_scale(
-        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+        self,
+        name: str,
+        count: int | tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        is_signed: bool = False,
     ) -> torch.Tensor:
-        """Return scale factors, or other numbers that keep their precision, float32 [count], on the engine's device.
+        """Return scale factors, or other numbers that keep their precision, float32, on the engine's device.
 
         The checkpoint may store them in any floating point dtype, and with dimensions of size 1.
 
         Args:
+            count: number of scales, or their shape.
             shard: the part to return; None: the whole.
             is_signed: whether they may be 0 or less.
 
@@ -115,11 +121,17 @@ class WeightPlan(Weights):
         return tensor
 
     def take_scale(
-        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+        self,
+        name: str,
+        count: int | tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        is_signed: bool = False,
     ) -> torch.Tensor:
-        self.shapes[name], self.shards[name] = (count,), shard
+        shape = _scale_shape(count)
+        self.shapes[name], self.shards[name] = shape, shard
         self.scales.add(name)
-        tensor = torch.empty((count,) if shard is None else shard.shape((count,)), device=self.device)
+        tensor = torch.empty(shape if shard is None else shard.shape(shape), device=self.device)
         self.elements[name] = tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor
@@ -152,9 +164,15 @@ class DummyWeights(Weights):
         return tensor
 
     def take_scale(
-        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+        self,
+        name: str,
+        count: int | tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        is_signed: bool = False,
     ) -> torch.Tensor:
-        return torch.ones((count,) if shard is None else shard.shape((count,)), device=self.device)
+        shape = _scale_shape(count)
+        return torch.ones(shape if shard is None else shard.shape(shape), device=self.device)
 
 
 class SafetensorsWeights(Weights):
@@ -198,9 +216,14 @@ class SafetensorsWeights(Weights):
         return tensor
 
     def take_scale(
-        self, name: str, count: int, shard: Shard | None = None, *, is_signed: bool = False
+        self,
+        name: str,
+        count: int | tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        is_signed: bool = False,
     ) -> torch.Tensor:
-        stored = self._read_scale(name, count, is_signed=is_signed)
+        stored = self._read_scale(name, _scale_shape(count), is_signed=is_signed)
         if shard is not None:
             stored = torch.cat([_narrow(stored, 0, each) for each in shard.ranges])
         self.on_read(stored.nbytes)
@@ -211,11 +234,11 @@ class SafetensorsWeights(Weights):
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         for name in names:
             if name in self._files:
-                return self._read_scale(name, 1).to(device=self.device, dtype=torch.float32)
+                return self._read_scale(name, (1,)).to(device=self.device, dtype=torch.float32)
         return None
 
-    def _read_scale(self, name: str, count: int, *, is_signed: bool = False) -> torch.Tensor:
-        """Read whole scale factors [count] as they are stored, on the CPU.
+    def _read_scale(self, name: str, wanted: tuple[int, ...], *, is_signed: bool = False) -> torch.Tensor:
+        """Read whole scale factors of a shape as they are stored, on the CPU.
 
         Raises:
             ConfigError: they are of another shape or dtype, or not all of them are finite, or greater than 0.
@@ -223,10 +246,11 @@ class SafetensorsWeights(Weights):
         file, stored_name = self._files[name]
         header = file.get_slice(stored_name)
         shape, dtype = header.get_shape(), header.get_dtype()
-        if dtype not in _FLOATS or not _is_scale_shape(shape, (count,)):
-            wanted = "a scale is one number" if count == 1 else f"there are {count} scales"
-            raise ConfigError(f"{name} of {self.path} is {list(shape)} {dtype}: {wanted}")
-        stored = self._read(name).flatten()
+        if dtype not in _FLOATS or not _is_scale_shape(shape, wanted):
+            expected = "x".join(map(str, wanted))
+            text = "a scale is one number" if expected == "1" else f"there are {expected} scales"
+            raise ConfigError(f"{name} of {self.path} is {list(shape)} {dtype}: {text}")
+        stored = self._read(name).reshape(wanted)
         values = stored.float()
         if is_signed:
             if not values.isfinite().all():
@@ -290,6 +314,10 @@ class SafetensorsWeights(Weights):
             file, stored = self._files[name]
             total += count * DTYPES[file.get_slice(stored).get_dtype()].itemsize
         return total
+
+
+def _scale_shape(count: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (count,) if isinstance(count, int) else count
 
 
 def _is_scale_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@
     linear_method          how they are loaded and computed
     linear_kernels         ways to store a weight that is not quantised, and to multiply by it
     fp8_linear             linear layers in FP8
+    widened_linear         those whose weights are widened at load: FP8 in blocks, MXFP4
     quantization           choice between these
     mlp                    gated MLPs and mixtures of experts, as a model sees them
     experts                the experts' weighted sum, and what computes it

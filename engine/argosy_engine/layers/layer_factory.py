@@ -310,7 +310,7 @@ class LayerFactory:
         own = params if size == 1 else params.of_rank(size)
         q_range, k_range, _ = self.sharding.qkv(params)
         order = None if rope is None else rope.head_order(dim)
-        weights = []
+        norms = []
         for name, heads, indices, own_heads in (
             (q, params.num_heads, q_range, own.num_heads),
             (k, params.num_kv_heads, k_range, own.num_kv_heads),
@@ -319,8 +319,8 @@ class LayerFactory:
             weight = self.weights.take(name + ".weight", heads * dim, shard=shard)
             if order is not None and not weight.is_meta:
                 weight = weight[list(_repeated(order, own_heads))]
-            weights.append(weight)
-        return WidthNorm(weights[0], weights[1], eps, None if size == 1 else self._communicator)
+            norms.append(RMSNorm(weight, eps, self.dtype, self._kernels))
+        return WidthNorm(norms[0], norms[1], None if size == 1 else self._communicator)
 
     def sinks(self, name: str, params: AttentionParams) -> torch.Tensor:
         """Return the attention sinks of this rank's heads, float32 [num_heads]."""

@@ -106,8 +106,16 @@ def take_expert(
     return weights.take(spec.projection(index, name) + ".weight", *shape, dtype=dtype, shard=shard)
 
 
-def take_stacked(weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-    """Take this process's part of experts that the checkpoint stores in two tensors, in the engine's dtype."""
+TakeRows = Callable[[Weights, str, tuple[int, int, int], Shard | None], torch.Tensor]
+"""Takes this process's part of a tensor of all experts, [experts, rows, columns], given its name and whole shape."""
+
+
+def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None = None) -> StackedExperts:
+    """Take this process's part of experts that the checkpoint stores in two tensors, in the engine's dtype.
+
+    Args:
+        take_rows: None: weights are stored as `spec.names` says, unquantised.
+    """
     names = spec.names
     assert names.stacked is not None
     count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
@@ -122,6 +130,8 @@ def take_stacked(weights: Weights, spec: ExpertsSpec) -> StackedExperts:
 
     def take(name: str, rows: int, columns: int, shard: Shard | None) -> torch.Tensor:
         """Return [experts, rows, columns] of this process."""
+        if take_rows is not None:
+            return take_rows(weights, name, (count, rows, columns), shard)
         if not names.is_transposed:
             return weights.take(name, count, rows, columns, shard=shard)
         if shard is not None and shard.dim:
@@ -174,20 +184,20 @@ def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = N
             ).t()
         return weights.take(name + ".weight", out_features, spec.in_features, dtype=dtype, shard=shard)
 
-    return ordered(spec, _fuse(spec, take_weight))
+    return ordered(spec, fuse(spec, take_weight))
 
 
 def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
     """Take this process's part of the bias, [out], of all projections, if they have one."""
     if not spec.has_bias:
         return None
-    bias = _fuse(
+    bias = fuse(
         spec, lambda name: weights.take(name + ".bias", spec.parts[name], shard=spec.output_shard(name))
     )
     return ordered(spec, bias)
 
 
-def _fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
+def fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
     if len(spec.parts) == 1:
         return take(next(iter(spec.parts)))

@@ -8,8 +8,10 @@ import torch
 
 from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod, QuantizeRows
 from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
+from argosy_engine.layers.widened_linear import BlockFp8LinearMethod, Mxfp4LinearMethod
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
+    QuantizationConfig,
     check_online_quantization,
     check_quantization,
     no_fp8_product,
@@ -45,10 +47,14 @@ def linear_method(
             return UnquantizedLinearMethod(is_traceable=is_traceable)
         return OnlineFp8LinearMethod(_quantize_rows())
     method = config.quantization.method
+    name = str(dtype).removeprefix("torch.")
+    if (widened := _widened(config.quantization)) is not None:
+        form = "MXFP4" if method == "mxfp4" else "FP8 in blocks"
+        logger.info("weights in %s: widened to %s at load", form, name)
+        return widened
     if reason is None:
         logger.info("FP8 weights (%s): multiplied in FP8", method)
         return Fp8LinearMethod(config.quantization, _quantize_rows())
-    name = str(dtype).removeprefix("torch.")
     logger.info("FP8 weights (%s): widened to %s at load, because %s", method, name, reason)
     return Fp8LinearMethod(config.quantization, None)
 
@@ -57,6 +63,8 @@ def has_fp8_products(
     config: ModelConfig, quantization: str | None, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
+    if config.quantization is not None and config.quantization.is_widened:
+        return False
     is_quantised = config.quantization is not None or quantization is not None
     return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None
 
@@ -65,7 +73,13 @@ def planned_linear_method(config: ModelConfig) -> LinearMethod:
     """Return a method that takes the same tensors, for a plan."""
     if config.quantization is None:
         return UnquantizedLinearMethod()
-    return Fp8LinearMethod(config.quantization, _unused)
+    return _widened(config.quantization) or Fp8LinearMethod(config.quantization, _unused)
+
+
+def _widened(config: QuantizationConfig) -> LinearMethod | None:
+    if config.method == "mxfp4":
+        return Mxfp4LinearMethod()
+    return None if config.block is None else BlockFp8LinearMethod(config)
 
 
 def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool) -> str | None:

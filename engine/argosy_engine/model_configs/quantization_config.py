@@ -1,8 +1,9 @@
 """QuantizationConfig: how the weights of a checkpoint are quantised, read from config.json or hf_quant_config.json. No
 torch.
 
-FP8 (e4m3) weights with a scale per tensor or per output channel are served, as compressed-tensors, NVIDIA's ModelOpt
-and vLLM's own `fp8` write them. Other schemes are refused by name before any weight is read.
+FP8 (e4m3) weights with a scale per tensor, per output channel or per block are served, as compressed-tensors, NVIDIA's
+ModelOpt and vLLM's own `fp8` write them, and gpt-oss' experts in MXFP4. Other schemes are refused by name before any
+weight is read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from msgspec import Struct
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 
-Method = Literal["compressed-tensors", "modelopt", "fp8"]
+Method = Literal["compressed-tensors", "modelopt", "fp8", "mxfp4"]
 
-_SUPPORTED = "FP8 weights per tensor or per channel, of compressed-tensors, ModelOpt or fp8"
+_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, and experts in MXFP4"
+_MAX_BLOCK = 4096
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
 _MAX_PATTERNS = 256
@@ -35,11 +37,13 @@ _DIGITS_REPEATED = re.compile(rf"(?:{_DIGIT})[*+]")
 
 
 class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
-    """FP8 weights and how their inputs are to be quantised."""
+    """Quantised weights, and how their inputs are to be quantised."""
 
     method: Method
     is_per_channel: bool = False
     """Whether a weight has a scale per output channel, rather than one."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a weight that share a scale; None: see `is_per_channel`."""
     is_static: bool = False
     """Whether inputs have a scale in the checkpoint (`input_scale`), rather than one per token and step."""
     ignored: tuple[str, ...] = ()
@@ -57,6 +61,11 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         if any(pattern.match(layer) for pattern in self._expressions):
             return False
         return not any(glob.match(module) for glob in self._globs for module in _modules(layer))
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether weights are widened on every device as they are loaded."""
+        return self.block is not None or self.method == "mxfp4"
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -111,6 +120,8 @@ def parse_quantization(
         return _modelopt(raw)
     if method == "fp8":
         return _fp8(raw)
+    if method == "mxfp4":
+        return QuantizationConfig(method="mxfp4")
     raise _refused(f"quant_method {method!r}")
 
 
@@ -174,17 +185,18 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     schemes = {_group_scheme(_mapping(group, "config_groups")) for group in groups}
     if len(schemes) != 1:
         raise _refused(f"compressed-tensors with {len(schemes)} schemes in one checkpoint")
-    is_per_channel, is_static = schemes.pop()
+    is_per_channel, is_static, block = schemes.pop()
     return QuantizationConfig(
         method="compressed-tensors",
         is_per_channel=is_per_channel,
+        block=block,
         is_static=is_static,
         ignored=_ignored(raw.get("ignore")),
     )
 
 
-def _group_scheme(group: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return `is_per_channel` and `is_static`."""
+def _group_scheme(group: Mapping[str, Any]) -> tuple[bool, bool, tuple[int, int] | None]:
+    """Return `is_per_channel`, `is_static` and `block`."""
     if group.get("targets") != ["Linear"]:
         raise _refused("compressed-tensors with other targets than Linear")
     weights = _mapping(group.get("weights") or {}, "weights")
@@ -194,11 +206,24 @@ def _group_scheme(group: Mapping[str, Any]) -> tuple[bool, bool]:
         if (each.get("num_bits"), each.get("type")) != (8, "float") or each.get("symmetric") is False:
             raise _refused(f"compressed-tensors with {kind}")
     strategy, dynamic = weights.get("strategy"), inputs.get("dynamic")
+    if strategy == "block":
+        return False, False, _block(weights.get("block_structure"))
     if strategy not in ("tensor", "channel"):
         raise _refused(f"compressed-tensors with weights per {strategy!r}")
     if (inputs.get("strategy"), dynamic) not in (("token", True), ("tensor", False), ("tensor", True)):
         raise _refused(f"compressed-tensors with input activations per {inputs.get('strategy')!r}")
-    return strategy == "channel", not dynamic
+    return strategy == "channel", not dynamic, None
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    """Return the rows and columns of a weight that share a scale."""
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and 1 <= size <= _MAX_BLOCK for size in sizes)
+    ):
+        raise _refused(f"FP8 with scales per block of {str(sizes)[:60]}")
+    return sizes[0], sizes[1]
 
 
 def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -218,13 +243,16 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
-    if raw.get("weight_block_size"):
-        raise _refused("FP8 with scales per block (weight_block_size)")
+    block = None if (sizes := raw.get("weight_block_size")) is None else _block(sizes)
     scheme = raw.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise _refused(f"FP8 with activation_scheme {scheme!r}")
     ignored = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
-    return QuantizationConfig(method="fp8", is_static=scheme == "static", ignored=_ignored(ignored))
+    if block is not None and scheme == "static":
+        raise _refused("FP8 with scales per block and static activations")
+    return QuantizationConfig(
+        method="fp8", block=block, is_static=scheme == "static", ignored=_ignored(ignored)
+    )
 
 
 def _refused(scheme: str) -> ConfigError:

@@ -164,7 +164,7 @@ def rope_fields(
     if part is not None and is_partial:
         fields["partial_rotary_factor"] = part
     elif part not in (None, 1, 1.0):
-        raise NotOurs("partial_rotary_factor is not supported")
+        raise ConfigError("partial_rotary_factor is not supported for this architecture")
     return {"kind": kind, "theta": parameters.get("rope_theta") or theta, **fields}
 
 

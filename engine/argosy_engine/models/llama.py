@@ -203,10 +203,18 @@ class OutputNormLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DecoderLayer`."""
-        residual = x if residual is None else residual.add_(x)
-        normed = residual if self.input_norm is None else self.input_norm(residual)
-        residual.add_(self.attended_norm(self.block.attend(self.block.qkv(normed), meta)))
-        normed = residual if self.mlp_norm is None else self.mlp_norm(residual)
+        normed: Activations
+        if residual is None:
+            residual, normed = x, x if self.input_norm is None else self.input_norm(x)
+        elif self.input_norm is None:
+            normed = residual.add_(x)
+        else:
+            normed = self.input_norm.after_adding(x, residual)
+        attended = self.block.attend(self.block.qkv(normed), meta)
+        if self.mlp_norm is None:
+            normed = residual.add_(self.attended_norm(attended))
+        else:
+            normed = self.mlp_norm.after_adding(attended, residual, self.attended_norm)
         return self.output_norm(self.mlp(normed, meta.slot_mapping)), residual
 
     def parts_to_compile(self) -> list[CompilablePart]:

@@ -116,7 +116,8 @@ def estimate_weights(
         itemsize: bytes per element.
     """
     tied_copy = "lm_head.weight"
-    keeps_fp8 = config.quantization is not None and device == "cuda" and itemsize == 2
+    stored = config.quantization
+    keeps_fp8 = stored is not None and not stored.is_widened and device == "cuda" and itemsize == 2
     total, fp8_bytes = 0, 0
     is_headless = config.pooling is not None
     for name, count in elements.items():
@@ -125,7 +126,7 @@ def estimate_weights(
         if keeps_fp8 and f"{name}_scale" in elements:
             fp8_bytes += count
         else:
-            total += count
+            total += 2 * count if name.endswith("_blocks") else count  # of MXFP4, two numbers in a byte
     if config.tie_word_embeddings and device == "cpu" and not is_headless:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size

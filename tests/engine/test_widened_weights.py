@@ -1,0 +1,117 @@
+"""Weights that are widened as they are loaded: FP8 with scales per block, and experts in MXFP4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import Sharding
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import plan_weights
+from argosy_engine.sizing.kv_cache_sizing import estimate_weights
+from fp8_checkpoints import quantize_checkpoint
+from rank_logits import TOKENS, logits_of
+from thread_ranks import run_threads
+from transformers_checkpoints import write_checkpoint
+from transformers_sweep import EXACT
+
+
+def edit(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def pack_experts(path: Path, **fields: Any) -> torch.Tensor:
+    """Write a gpt-oss whose experts are in MXFP4; return transformers' logits of `TOKENS` with the same numbers."""
+    reference = write_checkpoint("gpt_oss", path, hidden_size=96, intermediate_size=64, head_dim=32, **fields)
+    stored = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    weights = reference.state_dict()
+    for name in [each for each in stored if each.endswith(("gate_up_proj", "down_proj"))]:
+        count, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(120, 125, (count, rows, columns // 32), generator=generator).to(torch.uint8)
+        stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
+        with torch.no_grad():
+            weights[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    edit(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    with torch.inference_mode():
+        return reference(torch.tensor([TOKENS])).logits[0]
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "compressed-tensors-block"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "phi3", "ernie4_5", "qwen3"])
+def test_blocks_count_for_what_they_stand_for(model_type: str, form: str, tmp_path: Path) -> None:
+    write_checkpoint(model_type, tmp_path)
+    quantize_checkpoint(tmp_path, form)
+    with torch.inference_mode():
+        expected = logits_of(tmp_path / "widened")
+        assert torch.equal(logits_of(tmp_path), expected)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path: Path) -> None:
+    expected = pack_experts(tmp_path)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_take_their_part_of_mxfp4(size: int, has_whole_experts: bool, tmp_path: Path) -> None:
+    """A quarter of 64 features is half a block."""
+    expected = pack_experts(tmp_path)
+    ranks = run_threads(
+        size, lambda group: logits_of(tmp_path, group, Sharding(group.rank, size, has_whole_experts))
+    )
+    torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_estimates_are_those_of_widened_weights(tmp_path: Path) -> None:
+    pack_experts(tmp_path)
+    config = load_model_config(tmp_path)
+    plain = tmp_path / "plain"
+    write_checkpoint("gpt_oss", plain, hidden_size=96, intermediate_size=64, head_dim=32)
+    sizes = [
+        estimate_weights(each, plan_weights(each, torch.bfloat16).elements, 2, "cuda")
+        for each in (config, load_model_config(plain))
+    ]
+    assert sizes[1] < sizes[0] < 1.1 * sizes[1]
+
+
+def refusal(path: Path, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags))
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    assert "is quantised by" not in refusal(tmp_path, quantization="mxfp4")
+    edit(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert "weight_scale_inv" in refusal(tmp_path)
+    edit(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 1 << 40]})
+    assert "scales per block of" in refusal(tmp_path)
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    quantize_checkpoint(tmp_path, "fp8-block")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name} of {tmp_path} has numbers that are not finite" in refusal(tmp_path)
