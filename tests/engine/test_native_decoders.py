@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.model_configs.sharding import Sharding
-from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.config_file import load_model_config, parse_config
+from argosy_engine.sizing.kv_cache_sizing import used_elements
 from deepseek_shapes import DEEPSEEK_SHAPES, EXPANDED
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS
 from rank_logits import TOKENS, logits_of
@@ -34,6 +37,19 @@ def test_greedy_tokens_are_those_of_transformers(
     found = served(write_checkpoint(model_type, tmp_path, **fields), tmp_path, model_impl="argosy")
     assert found[:2] == ("served", "")
     assert found.cached_tokens
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    reference = write_checkpoint("deepseek_v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    last, more = reference.config.num_hidden_layers, torch.ones(8, 8)
+    save_file({**stored, f"model.layers.{last}.eh_proj.weight": more}, file, {"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+    config = load_model_config(tmp_path)
+    assert used_elements(config, checkpoint_elements(tmp_path)).keys() == stored.keys()
+    save_file({**stored, f"model.layers.{last + 1}.eh_proj.weight": more}, file, {"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy").kind == "refused"
 
 
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
