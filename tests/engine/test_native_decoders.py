@@ -9,21 +9,27 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.model_configs.sharding import Sharding
-from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.config_file import load_model_config, parse_config
+from argosy_engine.sizing.kv_cache_sizing import used_elements
+from deepseek_shapes import DEEPSEEK_SHAPES, EXPANDED
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS, PARTIAL_ROPE, TEMPERATURE
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config, write_checkpoint
 from transformers_sweep import served
 
+SHAPES = [*LLAMA_SHAPES, *DEEPSEEK_SHAPES]
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("model_type", "fields"), LLAMA_SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(LLAMA_SHAPES)]
+    ("model_type", "fields"), SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(SHAPES)]
 )
 def test_greedy_tokens_are_those_of_transformers(
     model_type: str, fields: dict[str, Any], tmp_path: Path
@@ -33,8 +39,24 @@ def test_greedy_tokens_are_those_of_transformers(
     assert found.cached_tokens
 
 
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    reference = write_checkpoint("deepseek_v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    last, more = reference.config.num_hidden_layers, torch.ones(8, 8)
+    save_file({**stored, f"model.layers.{last}.eh_proj.weight": more}, file, {"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+    config = load_model_config(tmp_path)
+    assert used_elements(config, checkpoint_elements(tmp_path)).keys() == stored.keys()
+    save_file({**stored, f"model.layers.{last + 1}.eh_proj.weight": more}, file, {"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy").kind == "refused"
+
+
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("dots1", {**GROUPS, "attention_bias": True}, True),
+    ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}, False),
+    ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
+    ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}, True),
     ("ernie4_5", {"use_bias": True}, False),
     ("glm4", {}, False),
     ("glm4_moe", {**GROUPS, "use_qk_norm": True}, False),
@@ -76,7 +98,7 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted({each for each, _ in LLAMA_SHAPES} | {"llama", "mistral", "qwen3", "qwen3_moe"})
+    "model_type", sorted({each for each, _ in SHAPES} | {"llama", "mistral", "qwen3", "qwen3_moe"})
 )
 def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) -> None:
     """Or the config is refused."""

@@ -98,7 +98,7 @@ def test_a_rank_holds_its_part_only(name: str, size: int, has_whole_experts: boo
     plans = [
         plan_weights(config, torch.float32, Sharding(rank, size, has_whole_experts)) for rank in range(size)
     ]
-    shared = ("norm", "ln_", "mlp.gate.", "wpe", "embed_positions", "project_")
+    shared = ("norm", "ln_", "mlp.gate.", "wpe", "embed_positions", "project_", "q_a_proj", "kv_a_proj")
     replicas = max(size // config.num_key_value_heads, 1)
     for tensor, count in whole.elements.items():
         held = [plan.elements.get(tensor, 0) for plan in plans]

@@ -11,6 +11,7 @@ import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec
+from argosy_engine.attention.latent import LatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams, StateParams
 from argosy_engine.quantized_rows import Activations
@@ -55,6 +56,10 @@ class Attention:
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
         return 2, num_blocks, block_size, self.params.num_kv_heads, self.params.head_dim
+
+
+AttentionLayer = Attention | LatentAttention
+"""A layer that keeps something of every token."""
 
 
 class StateRows(NamedTuple):

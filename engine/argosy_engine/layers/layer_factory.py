@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
+from argosy_engine.attention.latent import LatentAttention, LatentWeights
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, LayerParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
@@ -37,6 +39,8 @@ from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
 from argosy_engine.quantized_rows import TakesRows
+
+Params = TypeVar("Params", AttentionParams, LatentAttentionParams)
 
 
 class LayerFactory:
@@ -82,9 +86,18 @@ class LayerFactory:
         self.exchange = exchange
         self._has_output_head = has_output_head
 
-    def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
-        """Return the layers of this pipeline stage, of all the model's, with their indices."""
-        return [(index, layers[index]) for index in self._stage.layers(len(layers))]
+    def own_layers(self, layers: Sequence[LayerParams], kind: type[Params]) -> list[tuple[int, Params]]:
+        """Return the layers of this pipeline stage, of all the model's, with their indices.
+
+        Args:
+            kind: of the layers of this family.
+        """
+        own: list[tuple[int, Params]] = []
+        for index in self._stage.layers(len(layers)):
+            layer = layers[index]
+            assert isinstance(layer, kind)
+            own.append((index, layer))
+        return own
 
     def before_layers(self, *, is_tied: bool) -> LayerFactory:
         """Return the factory of what comes before the layers: the embedding, which a tied output head uses as well."""
@@ -112,23 +125,35 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
+        order: tuple[int, ...] | None = None,
         keeps_precision: bool = False,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which every rank has the whole.
 
         Arguments: `LinearSpec`.
         """
-        spec = LinearSpec(parts, in_features, bias, keeps_precision=keeps_precision)
+        spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
         return Linear(self._method.load(self.weights, spec))
 
     def column_linear(
-        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+        head_order: tuple[int, ...] | None = None,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which a rank computes its part of each.
 
         Arguments: `LinearSpec`.
+
+        Args:
+            head_order: order into which the output features of each head are brought; None: as they are.
         """
         spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
+        if head_order is not None:
+            spec = replace(spec, order=_repeated(head_order, spec.out_features // len(head_order)))
         return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(
@@ -370,6 +395,25 @@ class LayerFactory:
             )
         params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         return Attention(params, self._backend, weights)
+
+    def latent_attention(
+        self, params: LatentAttentionParams, rotary: RotaryEmbedding, eps: float, *, prefix: str
+    ) -> LatentAttention:
+        """Make one layer's latent attention, of which a rank computes its heads.
+
+        Args:
+            rotary: of `qk_rope_head_dim` elements.
+            eps: of the norm of latents.
+            prefix: of the attention's tensors in the checkpoint.
+        """
+        width = params.qk_nope_head_dim + params.v_head_dim
+        parts = {prefix + "kv_b_proj": params.num_heads * width}
+        spec = LinearSpec(parts, params.kv_lora_rank, outputs=self._equal_parts(parts))
+        kv_b = self._method.take_weight(self.weights, spec).view(-1, width, params.kv_lora_rank)
+        norm = self.take(prefix + "kv_a_layernorm.weight", params.kv_lora_rank)
+        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
+        weights = LatentWeights.of_kv_b(kv_b, params.qk_nope_head_dim, rotary, norm, eps)
+        return LatentAttention(params, self._backend, weights)
 
     def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
         """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""

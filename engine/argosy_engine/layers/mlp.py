@@ -8,6 +8,7 @@ import torch
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear import Linear
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -101,3 +102,35 @@ class SparseMLP:
                 shared = shared * torch.sigmoid(self.shared_gate(x))
             mixed[: len(x)] += shared
         return self.sum_ranks(mixed)[: len(x)]
+
+
+def sparse_mlp(
+    factory: LayerFactory, prefix: str, hidden: int, experts: ExpertsConfig, *, bias: bool
+) -> SparseMLP:
+    """Make the mixture of experts of a layer, with what all tokens take besides.
+
+    Args:
+        prefix: of the layer's tensors.
+        bias: whether the projections of the MLP that all tokens take have one.
+    """
+    prefix += experts.mlp
+    shared = shared_gate = None
+    if experts.shared_size:
+        shared = GatedMLP(factory, f"{prefix}{experts.shared}.", hidden, experts.shared_size, bias=bias)
+        if experts.has_shared_gate:
+            shared_gate = factory.linear({f"{prefix}{experts.shared}_gate": 1}, hidden, keeps_precision=True)
+    spec = ExpertsSpec(
+        prefix=prefix,
+        routing=experts.routing,
+        hidden=hidden,
+        inner=experts.inner,
+        activation=experts.activation,
+        names=experts.names,
+    )
+    return SparseMLP(
+        factory,
+        spec,
+        has_router_bias=experts.has_router_bias,
+        shared=shared,
+        shared_gate=shared_gate,
+    )

@@ -82,15 +82,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
 
     def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
         sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
-        if (experts := self.experts) is None:
-            return sizes
-        if not has_whole_experts:
-            sizes["moe_intermediate_size"] = experts.inner
-        if experts.shared_size:
-            sizes["intermediate size of shared experts"] = experts.shared_size
-        if all(experts.is_sparse):
-            del sizes["intermediate_size"]  # of dense layers
-        return sizes
+        return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
@@ -125,11 +117,11 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             if part is not None:
                 rope.setdefault("partial_rotary_factor", part)
             fields["rope"] = {**rope, "is_interleaved": fields.pop("is_interleaved", False)}
-        fields["max_position_embeddings"] = _positions(fields["rope"], positions)
+        fields["max_position_embeddings"] = scaled_positions(fields["rope"], positions)
         return fields
 
 
-def _positions(rope: dict[str, Any], positions: Any) -> Any:
+def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
     """Return the context length. Linear and YaRN scaling extend the config's value; Llama 3's already includes it."""
     if rope["kind"] == "linear":
         return int(positions * rope["factor"])

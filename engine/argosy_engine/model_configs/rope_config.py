@@ -79,10 +79,11 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._yarn_scale(self.mscale) / self._yarn_scale(self.mscale_all_dim)
-        return self._yarn_scale(1.0)
+            return self.yarn_scale(self.mscale) / self.yarn_scale(self.mscale_all_dim)
+        return self.yarn_scale(1.0)
 
-    def _yarn_scale(self, mscale: float) -> float:
+    def yarn_scale(self, mscale: float) -> float:
+        """Return the attention temperature of YaRN's `factor`, for a coefficient of its logarithm."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 

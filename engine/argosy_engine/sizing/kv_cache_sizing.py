@@ -92,9 +92,11 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     sampling = itemsize + 4 + 4 + 4 + 8
     if attention_backend == "torch":
-        context = wanted_model_len(args, config) * 2 * kv * itemsize
+        longest = wanted_model_len(args, config) * itemsize
+        context = longest * config.cached_values(ranks)
         # once as gathered, and once in the layout of the product
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
+        layer += min(longest * config.expanded_values(ranks), WORKSPACE_BYTES)
         sampling += 4 + 8  # probabilities, and their sums in float64
     return max(layer, rows * config.vocab_size * sampling)
 
@@ -131,6 +133,15 @@ def estimate_weights(
     return total * itemsize + fp8_bytes
 
 
+def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str, int]:
+    """Return the element counts of a checkpoint's tensors without those that the model does not load."""
+    return {
+        name: count
+        for name, count in elements.items()
+        if not any(re.fullmatch(pattern, name) for pattern in config.multi_token_tensors)
+    }
+
+
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
 """In the names of experts' tensors."""
 
@@ -152,9 +163,7 @@ def rank_elements(
         else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
-    # KV heads that several ranks hold
-    copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
-    held["replicated KV heads"] = int(2 * config.num_hidden_layers * config.hidden_size * copied)
+    held["replicated"] = config.num_hidden_layers * config.replicated_elements(size)
     return held
 
 

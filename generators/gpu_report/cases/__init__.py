@@ -3,6 +3,7 @@
 from gpu_report.case import Cases
 from gpu_report.cases import (
     fused_moe,
+    latent_attention,
     moe_routing,
     paged_attention,
     process_logits,
@@ -16,6 +17,7 @@ from gpu_report.cases import (
 
 ALL_CASES: dict[str, Cases] = {
     "fused_moe": fused_moe.cases,
+    "latent_attention": latent_attention.cases,
     "moe_routing": moe_routing.cases,
     "paged_attention": paged_attention.cases,
     "process_logits": process_logits.cases,
