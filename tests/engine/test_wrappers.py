@@ -77,7 +77,7 @@ OURS = (
     "llava_onevision",
     "mistral3",
 )
-OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "smolvlm")
 ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
     "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones

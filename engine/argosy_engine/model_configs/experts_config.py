@@ -80,6 +80,9 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     """Of one expert, after `experts` and its number."""
     stacked: tuple[str, str] | None = None
     """After `experts`: gate and up of all, [num_experts, 2 * inner, hidden], and down, [num_experts, hidden, inner]."""
+    or_stacked: tuple[str, str] | None = None
+    """The same, of families of which some checkpoints have these and others each expert's (`checkpoint.stored_tensors`
+    finds out); None: all checkpoints are alike."""
     is_transposed: bool = False
     """Whether the last two dimensions of those are exchanged (gpt-oss)."""
     is_interleaved: bool = False

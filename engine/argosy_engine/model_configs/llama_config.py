@@ -85,6 +85,11 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
+    def differences(cls, raw: RawConfig) -> dict[str, Any]:
+        """Return what is not as in Llama, as `_DIFFERENCES` says it."""
+        return _DIFFERENCES[raw["architectures"][0]](raw)
+
+    @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         architecture = raw["architectures"][0]
         if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -105,7 +110,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "mlp_bias": bool(raw.get("mlp_bias", False)),
             "sliding_windows": (None,) * layer_count(raw),
         }
-        fields |= _DIFFERENCES[architecture](raw)
+        fields |= cls.differences(raw)
         fields.setdefault("output_bias", fields["attention_bias"])
         positions = fields.pop("positions", None) or raw.get("max_position_embeddings", 2048)
         if "rope" not in fields:
@@ -195,7 +200,7 @@ def _qwen3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def _qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
+def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     return tuple(
         index not in dense and step > 0 and (index + 1) % step == 0 for index in range(layer_count(raw))
@@ -215,7 +220,7 @@ def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
                 "normalises": raw.get("norm_topk_prob", False),
             },
             "inner": raw.get("moe_intermediate_size"),
-            "is_sparse": _qwen_sparse(raw),
+            "is_sparse": qwen_sparse(raw),
         },
     }
 
@@ -242,7 +247,7 @@ def _qwen2_moe(raw: RawConfig) -> dict[str, Any]:
                 "normalises": raw.get("norm_topk_prob", False),
             },
             "inner": raw.get("moe_intermediate_size", 1408),
-            "is_sparse": _qwen_sparse(raw),
+            "is_sparse": qwen_sparse(raw),
             "shared_size": raw.get("shared_expert_intermediate_size", 5632),
             "shared": "shared_expert",
             "has_shared_gate": True,
