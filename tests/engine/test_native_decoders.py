@@ -14,8 +14,10 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.layers.mlp import SparseMLP
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config, parse_config
+from argosy_engine.models.loader import load_model
 from argosy_engine.sizing.kv_cache_sizing import used_elements
 from deepseek_shapes import DEEPSEEK_SHAPES, EXPANDED
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS, PARTIAL_ROPE, TEMPERATURE
@@ -119,3 +121,22 @@ def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) ->
             assert ours == expected, name
             num_compared += 1
     assert num_compared > 20
+
+
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "solar_open"]
+)
+def test_routers_compute_in_float32_where_those_of_transformers_do(model_type: str, tmp_path: Path) -> None:
+    """Of bfloat16's logits near each other another one may be the largest."""
+    write_checkpoint(model_type, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = [name for name in stored if name.endswith("gate.weight")]
+    loaded = load_model(
+        tmp_path, load_model_config(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"),
+        attention_backend="torch", max_positions=64, load_format="auto", seed=0,
+    )  # fmt: skip
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    routers = [each.mlp.router for each in loaded.model.layers if isinstance(each.mlp, SparseMLP)]  # type: ignore[attr-defined]
+    assert len(routers) == len(names) > 0
+    for name, router in zip(sorted(names), routers, strict=True):
+        torch.testing.assert_close(router(x), x.float() @ stored[name].T, atol=1e-5, rtol=1e-5)

@@ -29,6 +29,7 @@ from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, 
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import (
+    Float32Linear,
     GatedLinear,
     Linear,
     LinearSpec,
@@ -140,6 +141,16 @@ class LayerFactory:
         """
         spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
         return Linear(self._method.load(self.weights, spec))
+
+    def router(
+        self, name: str, num_experts: int, in_features: int, *, bias: bool, in_float32: bool
+    ) -> Linear:
+        """Make the linear layer that chooses experts, of which every rank has the whole."""
+        if not in_float32 or self.dtype is torch.float32:
+            return self.linear({name: num_experts}, in_features, bias=bias, keeps_precision=True)
+        assert not bias
+        weight = self.weights.take_scale(name + ".weight", (num_experts, in_features), is_signed=True)
+        return Float32Linear(linear_kernel(weight, is_traceable=self._compiler is not None))
 
     def column_linear(
         self,

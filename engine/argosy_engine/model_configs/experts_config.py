@@ -109,6 +109,8 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     activation: ExpertActivation = "silu"
     names: ExpertNames = ExpertNames()
     has_router_bias: bool = False
+    has_float32_router: bool = False
+    """Whether routers compute in float32 in every dtype: in bfloat16 a few tokens in a hundred get other experts."""
     mlp: str = "mlp."
     """What a sparse MLP is called in its layer."""
     shared_size: Annotated[int, Meta(ge=0, le=1 << 24)] = 0

@@ -295,6 +295,7 @@ def _minimax_m2(raw: RawConfig) -> dict[str, Any]:
                 "normalises": True,
                 "has_correction": True,
             },
+            "has_float32_router": True,
             "inner": raw.get("intermediate_size"),
             "is_sparse": _all(raw, True),
             "mlp": "block_sparse_moe.",
@@ -454,6 +455,7 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
                 "normalises": True,
                 "has_correction": True,
             },
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": tuple(
                 (index + 1) % every == 0 and first <= index <= last for index in range(layers)
@@ -510,6 +512,7 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 1,
         "experts": {
             "routing": _deepseek_v3_routing(raw, normalises=True),
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 1)),
             "shared_size": inner * raw.get("n_shared_experts", 1),
@@ -529,6 +532,7 @@ def _solar_open(raw: RawConfig) -> dict[str, Any]:
         "positions": raw.get("max_position_embeddings", 131072),
         "experts": {
             "routing": _deepseek_v3_routing(raw, normalises=True),
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": _all(raw, True),
             "shared_size": inner * raw.get("n_shared_experts", 1),
@@ -553,6 +557,7 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
                 **_deepseek_v3_routing(raw, normalises=False),
                 "num_experts": raw.get("n_routed_experts"),
             },
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 0)),
             "shared_size": inner * (raw.get("n_shared_experts") or 0),
