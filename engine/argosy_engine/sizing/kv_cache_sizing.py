@@ -27,6 +27,7 @@ from argosy_engine.messages.kv_cache_interface import (
     peak_blocks,
     state_bytes,
 )
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.sharding import check_tensor_parallel
@@ -89,6 +90,13 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     kv = max(config.num_key_value_heads // ranks, 1) * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size) // ranks  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
+    experts: ExpertsConfig | None = getattr(config, "experts", None)
+    if experts is not None and attention_backend in (
+        "triton",
+        "flash_attn",
+    ):  # whose kernels compute all at once
+        chosen = experts.routing.experts_per_token * (experts.inner // ranks + config.hidden_size)
+        values = max(values, 4 * config.hidden_size + 2 * q + 2 * kv + chosen)
     precise = 8 * config.hidden_size  # bytes in float32: a norm's input and output
     delta_net: DeltaNetParams | None = getattr(config, "delta_net", None)  # not every family has one
     if delta_net is not None:
