@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -31,6 +32,20 @@ def test_greedy_tokens_are_those_of_transformers(
     found = served(write_checkpoint(model_type, tmp_path, **fields), tmp_path, model_impl="argosy")
     assert found[:2] == ("served", "")
     assert found.cached_tokens
+
+
+def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As ERNIE 4.5 calls them."""
+    reference = write_checkpoint("ernie4_5_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = {
+        "model.mtp_block.0.self_attn.q_proj.weight": torch.ones(96, 64),
+        "model.mtp_emb_norm.0.weight": torch.ones(64),
+        "model.mtp_hidden_norm.0.weight": torch.ones(64),
+        "model.mtp_linear_proj.0.weight": torch.ones(64, 128),
+    }
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
 
 
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [

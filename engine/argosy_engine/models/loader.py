@@ -269,7 +269,8 @@ def _multi_token(config: ModelConfig) -> list[str]:
     """Return patterns of the tensors that predict further tokens."""
     first = config.num_hidden_layers
     numbers = "|".join(str(first + index) for index in range(config.num_multi_token_layers))
-    return [r"(model\.)?mtp\..*", *([rf"model\.layers\.({numbers})\..*"] if numbers else [])]
+    own = r"(model\.)?mtp(_block|_emb_norm|_hidden_norm|_linear_proj)?\..*"  # with what ERNIE 4.5 calls them
+    return [own, *([rf"model\.layers\.({numbers})\..*"] if numbers else [])]
 
 
 def _kv_scales(config: ModelConfig) -> list[str]:
