@@ -3,6 +3,7 @@ over a prefix cache, and preempted."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import parse_config
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS
@@ -32,6 +34,47 @@ def test_greedy_tokens_are_those_of_transformers(
     found = served(write_checkpoint(model_type, tmp_path, **fields), tmp_path, model_impl="argosy")
     assert found[:2] == ("served", "")
     assert found.cached_tokens
+
+
+_KINDS = ["sliding_attention", "full_attention"] * 2
+_EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ernie4_5_moe", {}, {"moe_norm_min": 0.9}),
+    ("ernie4_5_moe", {}, {"num_experts_per_tok": 3}),
+    ("ernie4_5_moe", {}, {"num_experts_per_tok": 3, "moe_k": None}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("mistral", {"sliding_window": 20}, {"layer_types": _KINDS}),
+    ("olmoe", {}, {"sliding_window": 20}),
+    ("smollm3", {"sliding_window": 20}, {"layer_types": _KINDS}),
+    ("smollm3", {}, {"no_rope_layers": [1, 0, 0, 1, 0, 0]}),
+]
+"""Model types, fields of their models, and what config.json says otherwise; ...: it has no such field."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model_type", "fields", "edits"), _EDITED, ids=[f"{each[0]}-{i}" for i, each in enumerate(_EDITED)]
+)
+def test_config_files_mean_what_they_mean_to_transformers(
+    model_type: str, fields: dict[str, Any], edits: dict[str, Any], tmp_path: Path
+) -> None:
+    """Fields that its config classes do not write, or that contradict others."""
+    write_checkpoint(model_type, tmp_path, **fields)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text()) | edits
+    file.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    assert served(reference.eval(), tmp_path)[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("name", ["n_group", "topk_group"])
+def test_zero_groups_of_experts_are_refused(name: str) -> None:
+    raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
+    with pytest.raises(ConfigError, match=">= 1"):
+        parse_config(raw, {}, {})
 
 
 def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
