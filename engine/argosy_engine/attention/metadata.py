@@ -40,6 +40,11 @@ class AttentionMetadata:
     shared: dict[Any, Any] = field(default_factory=dict)
     """What a backend has derived from this metadata, for the layers after the first."""
 
+    def forget(self) -> None:
+        """Drop what has been derived: it is derived again, from what the tensors then hold."""
+        for each in (self, *self.groups):
+            each.shared.clear()
+
     def of_group(self, index: int) -> AttentionMetadata:
         """Return the metadata of a KV cache group, for its layers."""
         return self.groups[index] if self.groups else self
