@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.loader import plan_weights
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
@@ -75,6 +76,16 @@ def test_zero_groups_of_experts_are_refused(name: str) -> None:
     raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
     with pytest.raises(ConfigError, match=">= 1"):
         parse_config(raw, {}, {})
+
+
+@pytest.mark.timeout(20)
+def test_a_plan_takes_no_time_for_the_order_of_rows() -> None:
+    """Sizes come from config.json alone until the plan is held against the checkpoint."""
+    raw = small_config("glm4", num_attention_heads=4096, num_key_value_heads=4096, head_dim=2048).to_dict()
+    raw |= {"num_hidden_layers": 8, "architectures": ["Glm4ForCausalLM"]}
+    with torch.inference_mode():
+        plan = plan_weights(parse_config(raw, {}, {}), torch.bfloat16)
+    assert plan.shapes["model.layers.7.self_attn.q_proj.weight"] == (4096 * 2048, 64)
 
 
 def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
