@@ -301,7 +301,9 @@ class LayerFactory:
             else:
                 starts = (0, widths[0], widths[0] + widths[1])
                 outputs = {names[0]: tuple(map(_moved, ranges, starts))}
-        order = None if rope is None else rope.head_order(params.head_dim)
+        order = None
+        if rope is not None and self.device.type != "meta":  # a plan comes before any check of the sizes
+            order = rope.head_order(params.head_dim)
         if order is not None:
             own = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
             rotated, num_all = own.num_heads + own.num_kv_heads, own.num_heads + 2 * own.num_kv_heads

@@ -153,9 +153,14 @@ def _llama(raw: RawConfig) -> dict[str, Any]:
 
 
 def _mistral(raw: RawConfig) -> dict[str, Any]:
+    window = raw.get("sliding_window", 4096)
+    if raw.get("layer_types"):  # Ministral 8B, which transformers takes for another model type
+        windows = sliding_windows_of(raw, window, [])
+    else:
+        windows = _all(raw, window)
     return {
         "positions": raw.get("max_position_embeddings", 131072),
-        "sliding_windows": _all(raw, raw.get("sliding_window", 4096)),
+        "sliding_windows": windows,
     }
 
 
@@ -347,17 +352,18 @@ def _granite_moe(raw: RawConfig) -> dict[str, Any]:
 def _smollm3(raw: RawConfig) -> dict[str, Any]:
     layers, every = layer_count(raw), raw.get("no_rope_layer_interval", 4)
     rotates = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
-    if len(rotates) != layers:
+    if len(rotates) < layers:
         raise ConfigError(f"{len(rotates)} no_rope_layers for {layers} layers")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    kinds = ["full_attention" if each or window is None else "sliding_attention" for each in rotates]
-    windows = sliding_windows_of(raw, window, kinds) if window is not None else _all(raw, None)
+    rotates, window = rotates[:layers], raw.get("sliding_window")
+    # `use_sliding_window` only says which layers have a window where `layer_types` does not.
+    has_windows = bool(raw.get("use_sliding_window")) and window is not None
+    kinds = ["full_attention" if each or not has_windows else "sliding_attention" for each in rotates]
     return {
         "tie_word_embeddings": raw.get("tie_word_embeddings", True),
         "rope_theta": 2e6,
         "positions": raw.get("max_position_embeddings", 32768),
         "unrotated_layers": tuple(index for index, each in enumerate(rotates) if not each),
-        "sliding_windows": windows,
+        "sliding_windows": sliding_windows_of(raw, window, kinds),
     }
 
 
@@ -401,7 +407,6 @@ def _olmoe(raw: RawConfig) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "qk_norm": "width",
         "positions": raw.get("max_position_embeddings", 4096),
-        "sliding_windows": _all(raw, raw.get("sliding_window")),
         "experts": {
             "routing": {
                 "num_experts": raw.get("num_experts", 64),
@@ -440,6 +445,8 @@ def _ernie4_5(raw: RawConfig) -> dict[str, Any]:
 def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
     if raw.get("use_bias", False):
         raise NotOurs("use_bias, with which its output head has a bias, is not supported")
+    if (least := raw.get("moe_norm_min", 1e-12)) != 1e-12:
+        raise NotOurs(f"moe_norm_min {least} is not 1e-12")
     layers, every = layer_count(raw), raw.get("moe_layer_interval", 1)
     first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
@@ -450,8 +457,8 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or 0,
         "experts": {
             "routing": {
-                "num_experts": raw.get("moe_num_experts", 64),
-                "experts_per_token": raw.get("moe_k", 6),
+                "num_experts": raw.get("num_experts") or raw.get("moe_num_experts", 64),
+                "experts_per_token": raw.get("num_experts_per_tok") or raw.get("moe_k", 6),
                 "normalises": True,
                 "has_correction": True,
             },
@@ -495,8 +502,8 @@ def _deepseek_v3_routing(raw: RawConfig, normalises: bool) -> dict[str, Any]:
         "normalises": raw.get("norm_topk_prob", normalises),
         "scaling": raw.get("routed_scaling_factor", 1.0),
         "has_correction": True,
-        "num_groups": raw.get("n_group") or 1,
-        "groups_per_token": raw.get("topk_group") or 1,
+        "num_groups": 1 if (groups := raw.get("n_group")) is None else groups,
+        "groups_per_token": 1 if (taken := raw.get("topk_group")) is None else taken,
     }
 
 
@@ -566,7 +573,8 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
 
 
 def _exaone4(raw: RawConfig) -> dict[str, Any]:
-    layers, window, every = layer_count(raw), raw.get("sliding_window"), raw.get("sliding_window_pattern")
+    layers, window = layer_count(raw), raw.get("sliding_window", 4096)
+    every = raw.get("sliding_window_pattern", 4)
     if window is not None and raw.get("layer_types") is None:
         raise NotOurs(f"its sliding_window_pattern {every!r} comes without layer_types")
     windows = sliding_windows_of(raw, window, ["full_attention"] * layers)
