@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from argosy_engine.attention.kv_cache_spec import SlidingWindowSpec
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
@@ -305,10 +306,9 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int
             weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)
     kv = 0
     for layer in config.attention_layers:
-        seen = CONTEXT if layer.sliding_window is None else min(CONTEXT, layer.sliding_window)
-        kv += (
-            2 * 2 * layer.num_kv_heads * layer.head_dim * (shape.decodes * seen + sum(shape.prompts) + tokens)
-        )
+        token = layer.kv_cache_spec(block_size=1, itemsize=2)
+        seen = min(CONTEXT, token.window) if isinstance(token, SlidingWindowSpec) else CONTEXT
+        kv += token.page_bytes * (shape.decodes * seen + sum(shape.prompts) + tokens)
     return int(weights) + kv
 
 

@@ -35,6 +35,7 @@ from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from attention_cases import model_inputs
 from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
+from transformers_checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -63,9 +64,8 @@ def logits(path: Path, backend: str = "cpu" if kernels() else "torch", **setting
         path, config, dtype=torch.float32, device=CPU, attention_backend=backend, max_positions=64,
         load_format="auto", seed=0, **settings,
     ).model  # fmt: skip
-    shape = (2, 2, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
     for layer in model.attention_layers:
-        layer.bind(torch.zeros(shape).to(layer.kv_cache_dtype))
+        layer.bind(torch.zeros(layer.kv_cache_shape(2, BLOCK_SIZE)).to(layer.kv_cache_dtype))
     inputs = model_inputs(TOKEN_IDS, 0, torch.tensor([[1, 0]]), BLOCK_SIZE)
     return model.logits(model.forward(inputs))
 
@@ -87,6 +87,14 @@ def test_experts_are_widened_and_routers_are_not_quantised(tmp_path: Path) -> No
     make_checkpoint(kind, tmp_path)
     quantize_checkpoint(tmp_path, "compressed-tensors-channel")
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors-channel", "compressed-tensors-tensor"])
+def test_what_latents_are_multiplied_by_is_widened(form: str, tmp_path: Path) -> None:
+    write_checkpoint("deepseek_v3", tmp_path)
+    quantize_checkpoint(tmp_path, form)
+    exact = logits(tmp_path / "widened", "torch")
+    torch.testing.assert_close(logits(tmp_path, "torch"), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_scales_of_an_fp8_kv_cache_are_read_if_there_is_one(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from argosy_engine.attention.selector import AUTO, AttentionNeeds, select_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.config import EngineArgs
@@ -24,7 +25,6 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.native.library import kernels
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import planned_groups
 from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups, state_layers
@@ -66,17 +66,18 @@ def logits_of(
     token_ids: list[int],
     load_format: Any = "auto",
     dtype: torch.dtype = torch.float32,
-    backend: str = "cpu" if kernels() else "torch",
+    backend: str = AUTO,
 ) -> torch.Tensor:
     """Logits [T, vocab_size] of one sequence in one step, by our model alone."""
     config = load_model_config(path)
     device = torch.device("cpu")
+    needs = AttentionNeeds("cpu", str(dtype).removeprefix("torch."), BLOCK_SIZE, config.attention_layers)
     model = load_model(
         path,
         config,
         dtype=dtype,
         device=device,
-        attention_backend=backend,
+        attention_backend=select_backend(needs, backend).name,
         max_positions=512,
         load_format=load_format,
         seed=0,

@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks to run Python code"),
     "architecture": (
         {"architectures": ["BertModel"]},
-        "BertModel is not supported; there is: Dots1ForCausalLM, .*serve one of these, or serve it with vLLM behind",
+        "BertModel is not supported; there is: DeepseekV2ForCausalLM, .*or serve it with vLLM behind",
     ),
     "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*engine.type vllm"),
@@ -408,8 +408,9 @@ def test_what_is_in_no_file_is_named_by_a_load_and_by_doctor(dropped: str, messa
 def test_the_plan_is_what_is_loaded(name: str, made: Any) -> None:
     path, reference = made(name)
     plan = plan_weights(load_model_config(path), torch.bfloat16)
+    corrections = [each for name, each in reference.named_buffers() if name.endswith("correction_bias")]
     precise = ("A_log", "dt_bias", "linear_attn.norm.weight")
-    assert plan.num_bytes == sum(
+    assert plan.num_bytes == 4 * sum(each.numel() for each in corrections) + sum(
         parameter.numel() * (4 if parameter_name.endswith(precise) else 2)
         for parameter_name, parameter in reference.named_parameters()
     )

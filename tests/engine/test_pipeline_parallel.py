@@ -170,7 +170,7 @@ def test_tokens_are_the_same_with_other_flags(
         assert (preemptions.total > 0) == (flags is CROWDED)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "qwen3-moe", "deepseek-v3"])
 def test_architectures(kind: str, tmp_path: Path) -> None:
     """Families differ in what is before and after the layers; Gemma's layers are of two kinds of KV cache."""
     make_checkpoint(KINDS[kind], tmp_path)

@@ -51,7 +51,7 @@ def pack_experts(path: Path, **fields: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "compressed-tensors-block"])
-@pytest.mark.parametrize("model_type", ["glm4_moe", "phi3", "ernie4_5", "qwen3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "phi3", "ernie4_5", "qwen3"])
 def test_blocks_count_for_what_they_stand_for(model_type: str, form: str, tmp_path: Path) -> None:
     write_checkpoint(model_type, tmp_path)
     quantize_checkpoint(tmp_path, form)

@@ -52,6 +52,20 @@ _HYBRID = {
 }
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 _GEMMA = {**_LLAMA, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
+_MLA = {
+    **_COMMON,
+    "intermediate_size": 128,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -158,6 +172,45 @@ KINDS = {
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
         {**_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3], "tie_word_embeddings": True},
+    ),
+    "deepseek-v2": Kind(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **_MLA,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+        },
+        ({"topk_group": 3}, {"topk_method": "greedy"}, {"routed_scaling_factor": 2.0}),
+    ),
+    "deepseek-v3": Kind(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **_MLA,
+            "first_k_dense_replace": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+        (
+            {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            {"rope_interleave": False},
+            {"norm_topk_prob": False},
+            {"topk_group": 2},
+        ),
+        is_sharded=True,
+    ),
+    "glm4-moe-lite": Kind(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**_MLA, "qk_rope_head_dim": 16, "v_head_dim": 24},
+        ({"routed_scaling_factor": 1.0},),
     ),
     "qwen3-next": Kind(
         "Qwen3NextConfig",

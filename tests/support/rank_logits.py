@@ -18,7 +18,7 @@ from thread_ranks import ThreadCommunicator
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-TOKENS = [random.Random(5).randrange(2, 300) for _ in range(70)]
+TOKENS = random.Random(5).choices(range(2, 300), k=70)
 
 
 def logits_of(

@@ -49,6 +49,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     planned_groups,
     rank_elements,
     stage_elements,
+    used_elements,
 )
 from argosy_engine.sizing.rank_resources import check_gpus
 
@@ -129,6 +130,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         if has_weights:
             if not isinstance(config, TransformersConfig):  # whose loader knows other names
                 elements = text_tensors(elements) if config.wrapper is not None else elements
+                elements = used_elements(config, elements)
                 check_names(path, config, elements)
             if not is_remote(args):  # of which there are headers only
                 config = with_stored_head(path, config)

@@ -5,10 +5,11 @@
     selector         registry of backends, and the choice between them; no torch
     backend          what a backend is
     layer            Attention, the module that every model uses
+    latent           LatentAttention, the same for models whose cache keeps latents
     metadata         a step's requests, positions and slots
     rotary           rotary tables, in plain torch
     torch_rms_norm   the norm of heads, in plain torch
-    torch_attn       backend `torch`: the reference
+    torch_attn       backend `torch`: the reference; latent_torch and decode_batches belong to it
     cpu_attn         backend `cpu`: our C++ kernels; native_step and native_decoder belong to it
     triton_attn      backend `triton`: our kernels for GPUs
     flash_attn       backend `flash_attn`: the library, if installed; flash_attn_versions belongs to it

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from argosy_engine.attention.latent import LatentAttentionImpl, LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
@@ -61,6 +62,12 @@ class AttentionBackend(Protocol):
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> AttentionImpl:
         """Make one layer's attention."""
+        ...
+
+    def latent_attention(
+        self, params: LatentAttentionParams, weights: LatentWeights
+    ) -> LatentAttentionImpl | None:
+        """Make one layer's latent attention, or return None if the backend has none."""
         ...
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> FusedDecoder | None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
+from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_decoder import NativeDecoder
 from argosy_engine.attention.native_step import native_step
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.native.library import AttentionLayerStruct, Kernels, kernels
 
@@ -37,6 +38,9 @@ class CpuBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> CpuAttention:
         return CpuAttention(self._kernels, self._dtype, params, weights)
+
+    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
+        return None
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> NativeDecoder | None:
         attention = [impl for layer in layers if isinstance(impl := layer.attention.impl, CpuAttention)]

@@ -14,9 +14,10 @@ import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.flash_attn_versions import installed_versions, version_for
+from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.triton_attn import max_query_len, prepare
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
+from argosy_engine.attention.triton_attn import prepare
 from argosy_engine.errors import ConfigError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, AttentionParams], torch.Tensor]
@@ -38,6 +39,9 @@ class FlashAttnBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> FlashAttention:
         return FlashAttention(params, weights, self._attend)
+
+    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
+        return None
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
@@ -99,7 +103,7 @@ def _version_2() -> Attend:
                     values,
                     cu_seqlens_q=query_starts,
                     cu_seqlens_k=key_starts,
-                    max_seqlen_q=max_query_len(meta),
+                    max_seqlen_q=meta.max_query_len,
                     max_seqlen_k=int(meta.seq_lens_cpu[decodes:].max()),
                     block_table=meta.block_table[decodes:],
                     **settings,
@@ -134,7 +138,7 @@ def _version_3() -> Attend:
             cache_seqlens=meta.seq_lens,
             page_table=meta.block_table,
             cu_seqlens_q=meta.query_start_loc,
-            max_seqlen_q=max_query_len(meta),
+            max_seqlen_q=meta.max_query_len,
             **_settings(params, unlimited=-1),
         )
 
@@ -151,7 +155,7 @@ def _version_4() -> Attend:
             queries,
             *kv_cache,
             cu_seqlens_q=meta.query_start_loc,
-            max_seqlen_q=max_query_len(meta),
+            max_seqlen_q=meta.max_query_len,
             seqused_k=meta.seq_lens,
             page_table=meta.block_table,
             **_settings(params, unlimited=None),

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class FullAttentionSpec(Struct, frozen=True, tag="full_attention"):
-    """Keys and values of every token, kept until the request ends."""
+    """Keys and values of every token, or the latents that they are made of, kept until the request ends."""
 
     page_bytes: int
     """Bytes of one block in one layer."""

@@ -40,6 +40,21 @@ class AttentionMetadata:
     shared: dict[Any, Any] = field(default_factory=dict)
     """What a backend has derived from this metadata, for the layers after the first."""
 
+    @property
+    def max_query_len(self) -> int:
+        """The most new tokens of a request, found once for all layers."""
+        found: int | None = self.shared.get("max_query_len")
+        if found is None:
+            has_prompts = self.num_decodes < len(self.seq_lens_cpu)
+            found = int(np.diff(self.query_start_loc_cpu).max()) if has_prompts else 1
+            self.shared["max_query_len"] = found
+        return found
+
+    def forget(self) -> None:
+        """Drop what has been derived: it is derived again, from what the tensors then hold."""
+        for each in (self, *self.groups):
+            each.shared.clear()
+
     def of_group(self, index: int) -> AttentionMetadata:
         """Return the metadata of a KV cache group, for its layers."""
         return self.groups[index] if self.groups else self

@@ -1,5 +1,6 @@
-"""AttentionParams: the constants of one layer's attention that a model's config determines. StateParams: the same of a
-layer that keeps a state instead of keys and values. No torch."""
+"""AttentionParams: the constants of one layer's attention that a model's config determines. LatentAttentionParams: the
+same of multi-head latent attention. StateParams: the same of a layer that keeps a state instead of keys and values. No
+torch."""
 
 from __future__ import annotations
 
@@ -54,6 +55,74 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
         if self.sliding_window is None:
             return FullAttentionSpec(page_bytes)
         return SlidingWindowSpec(page_bytes, self.sliding_window)
+
+
+class LatentAttentionParams(Struct, frozen=True, kw_only=True):
+    """Constants of one layer's multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), by the config's names.
+
+    The cache keeps one vector per token, which all heads share: a latent of `kv_lora_rank` elements and a rotated key
+    of `qk_rope_head_dim`. A head's key is a product of the latent, beside that rotated key; its value is another
+    product of the latent (`latent`).
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Elements of a head's query and key that carry no position."""
+    qk_rope_head_dim: int
+    """Those that are rotated, the last; elements i and i + half of them are a pair. All heads have the same in their
+    keys."""
+    v_head_dim: int
+    scale: float
+    """Factor on the scores."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache keeps of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def expanded_dim(self) -> int:
+        """Elements that are computed per head and token of a prompt's context where it is expanded: what is not rotated
+        of keys, keys and values, and the smaller of these in the size of the other."""
+        return (
+            self.qk_nope_head_dim
+            + self.qk_head_dim
+            + self.v_head_dim
+            + max(self.qk_head_dim, self.v_head_dim)
+        )
+
+    def expands(self, num_queries: int) -> bool:
+        """Whether that many new tokens of a request attend with fewer operations to keys and values of their own for
+        each head, once these are computed, than to the latents.
+
+        Per head and token of context, computing them takes kv_lora_rank * (qk_nope_head_dim + v_head_dim) products,
+        and saves (kv_lora_rank - qk_nope_head_dim) + (kv_lora_rank - v_head_dim) for each query.
+        """
+        own = self.qk_nope_head_dim + self.v_head_dim
+        return num_queries * (2 * self.kv_lora_rank - own) > self.kv_lora_rank * own
+
+    def of_rank(self, tensor_parallel_size: int) -> LatentAttentionParams:
+        """Return the constants of the heads that one of several tensor-parallel ranks computes. Each keeps all of
+        a latent."""
+        return msgspec.structs.replace(self, num_heads=self.num_heads // tensor_parallel_size)
+
+    def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
+        """Return what the layer keeps in a block of `block_size` tokens.
+
+        Args:
+            itemsize: bytes per element of a latent.
+        """
+        return FullAttentionSpec(block_size * self.cached_dim * itemsize)
+
+
+LayerParams = AttentionParams | LatentAttentionParams
+"""Of a layer that keeps something of every token."""
 
 
 class StateTensor(Struct, frozen=True):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from argosy_engine.attention.flash_attn_versions import V2_PAGE_SIZE, installed_versions
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, LayerParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.native.build import NativeUnavailable, usable_variant
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
+_NO_LATENTS = "it computes no multi-head latent attention"
+
 _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
 """Query heads per KV head that the CPU kernels support: the rows of a tile."""
 MAX_TRITON_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
+MAX_LATENT_ROPE_DIM = 128
 MAX_TRITON_GROUP = 64
 """Query heads per KV head that the Triton kernels support: the rows of a tile."""
 
@@ -40,8 +44,16 @@ class AttentionNeeds(NamedTuple):
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     block_size: int
-    layers: Sequence[AttentionParams]
+    layers: Sequence[LayerParams]
     has_fp8_kv_cache: bool = False
+
+    @property
+    def plain_layers(self) -> list[AttentionParams]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionParams)]
+
+    @property
+    def latent_layers(self) -> list[LatentAttentionParams]:
+        return [layer for layer in self.layers if isinstance(layer, LatentAttentionParams)]
 
 
 class BackendChoice(NamedTuple):
@@ -64,8 +76,12 @@ def select_backend(
         unavailable: backends that were found not to work in this process, with the reason.
 
     Raises:
-        ConfigError: the forced backend cannot serve.
+        ConfigError: the forced backend cannot serve, or none can.
     """
+    if needs.has_fp8_kv_cache and needs.latent_layers:
+        raise ConfigError(
+            "--kv-cache-dtype: no attention backend keeps the latents of multi-head latent attention in FP8; use auto"
+        )
     refused: dict[str, str] = {}
     for name, backend in _BACKENDS.items():
         if forced not in (AUTO, name):
@@ -104,6 +120,8 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
         return f"it computes in float32 or bfloat16, not {needs.dtype}"
     if needs.has_fp8_kv_cache:
         return "it keeps keys and values in the model's dtype only (--kv-cache-dtype auto)"
+    if needs.latent_layers:
+        return _NO_LATENTS
     try:
         variant = usable_variant()
     except NativeUnavailable as unavailable:
@@ -111,7 +129,7 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
     lanes = variant.lanes
     if needs.block_size % lanes:
         return f"--block-size {needs.block_size} is not a multiple of {lanes}, this CPU's vector length"
-    for layer in needs.layers:
+    for layer in needs.plain_layers:
         if layer.head_dim % lanes or layer.head_dim > _MAX_CPU_HEAD_DIM:
             return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {_MAX_CPU_HEAD_DIM}"
         if layer.num_heads // layer.num_kv_heads > _MAX_CPU_GROUP:
@@ -126,7 +144,13 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
         return f"Triton's interpreter computes wrongly in {needs.dtype}; use --dtype float32 there"
     if find_spec("triton") is None:
         return "triton is not installed"
-    for layer in needs.layers:
+    for latent in needs.latent_layers:
+        if latent.kv_lora_rank > MAX_LATENT_DIM or latent.qk_rope_head_dim > MAX_LATENT_ROPE_DIM:
+            return (
+                f"a kv_lora_rank of {latent.kv_lora_rank} is more than {MAX_LATENT_DIM}, or a qk_rope_head_dim of "
+                f"{latent.qk_rope_head_dim} more than {MAX_LATENT_ROPE_DIM}"
+            )
+    for layer in needs.plain_layers:
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
             return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"
         if layer.num_heads // layer.num_kv_heads > MAX_TRITON_GROUP:
@@ -141,9 +165,11 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return f"it computes in bfloat16 or float16, not {needs.dtype}"
     if needs.has_fp8_kv_cache:
         return "it keeps keys and values in the dtype of the activations, not in FP8"
+    if needs.latent_layers:
+        return _NO_LATENTS
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
-    for layer in needs.layers:
+    for layer in needs.plain_layers:
         if layer.has_sinks:
             return "it computes no attention sinks"
         if layer.chunk_size is not None:

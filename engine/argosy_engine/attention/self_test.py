@@ -7,16 +7,19 @@ model's own layers, prompts and decodes over shuffled blocks, against plain torc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
-from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.layer import Attention, AttentionLayer, LatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.selector import AUTO, AttentionNeeds, BackendChoice, load_backend, select_backend
 from argosy_engine.attention.torch_attn import TorchBackend
@@ -86,39 +89,39 @@ def self_test(name: str, needs: AttentionNeeds, dtype: torch.dtype, device: torc
         ConfigError: the backend has left the device unusable for this process.
     """
     has_fp8 = needs.has_fp8_kv_cache
-    for params in dict.fromkeys(needs.layers):
-        window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
-        layer = _TestLayer(replace(params, sliding_window=window), needs.block_size, dtype, device)
-        heads = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
-        for has_norms, has_rotary, steps in _VARIANTS:
+    for layer in _test_layers(needs, dtype, device):
+        for variant in layer.variants:
             try:
-                outputs = layer.outputs(
-                    load_backend(name, dtype, has_fp8_kv_cache=has_fp8), dtype, has_norms, has_rotary, steps
-                )
+                outputs = layer.outputs(load_backend(name, dtype, has_fp8_kv_cache=has_fp8), dtype, variant)
                 _synchronize(device)  # a kernel's fault shows here
             except Exception as error:  # whatever a compiler or a driver raise
                 reason = f"it failed with {type(error).__name__}: {str(error)[:300]}"
                 _check_usable(name, device, reason)
                 return reason
             truth, theirs = (
-                layer.outputs(
-                    TorchBackend(each, has_fp8_kv_cache=has_fp8), each, has_norms, has_rotary, steps
-                )
+                layer.outputs(TorchBackend(each, has_fp8_kv_cache=has_fp8), each, variant)
                 for each in (torch.float32, dtype)
             )
             allowed = _MAX_ERROR_RATIO * _error(theirs, truth) + _FLOOR
             error = _error(outputs, truth)
             if not error <= allowed:  # NaN is an error, too
-                return f"it is wrong by {error:.2g} where {allowed:.2g} is allowed ({heads})"
+                return f"it is wrong by {error:.2g} where {allowed:.2g} is allowed ({layer.label})"
     return None
 
 
+class _Variant(NamedTuple):
+    """Whether heads are normed and rotated, which are kernels of their own, and the steps that are computed so."""
+
+    has_norms: bool
+    has_rotary: bool
+    steps: Sequence[_Step]
+
+
 _VARIANTS = (
-    (True, True, _STEPS),
-    (False, True, _FIRST_TOKENS),
-    (False, False, _FIRST_TOKENS),
+    _Variant(True, True, _STEPS),
+    _Variant(False, True, _FIRST_TOKENS),
+    _Variant(False, False, _FIRST_TOKENS),
 )
-"""Whether heads are normed and rotated, which are kernels of their own, and the steps that are computed so."""
 
 
 def _synchronize(device: torch.device) -> None:
@@ -145,53 +148,35 @@ def _num_tokens(step: _Step) -> int:
     return sum(end - start for start, end in step)
 
 
-class _TestLayer:
+class _TestLayer(ABC):
     """One layer's random weights and inputs, the same for every backend."""
 
-    def __init__(
-        self, params: AttentionParams, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._params, self._block_size, self._device = params, block_size, device
-        generator = torch.Generator().manual_seed(0)
-        tokens = [_num_tokens(step) for step in _STEPS]
-        width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
-        self._qkv = [torch.randn(count, width, generator=generator).to(device, dtype) for count in tokens]
-        self._sinks = (
-            torch.randn(params.num_heads, generator=generator).to(device) if params.has_sinks else None
-        )
-        self._norms = (1 + torch.rand(2, params.head_dim, generator=generator)).to(device, dtype)
-        frequencies = 1e4 ** (-torch.arange(0, params.head_dim // 2) * 2 / params.head_dim)
-        self._frequencies = frequencies.float()
+    label: str
+    variants: Sequence[_Variant] = _VARIANTS
+
+    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._block_size, self._dtype, self._device = block_size, dtype, device
+        self._generator = torch.Generator().manual_seed(0)
         blocks = -(-_MAX_TOKENS // block_size)
         self._num_blocks = 3 * blocks
-        order = torch.randperm(self._num_blocks, generator=generator).to(torch.int32)
+        order = torch.randperm(self._num_blocks, generator=self._generator).to(torch.int32)
         self._table = torch.zeros(3, -(-_TABLE_TOKENS // block_size), dtype=torch.int32)
         self._table[:, :blocks] = order.view(3, blocks)
 
-    def outputs(
-        self,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        has_norms: bool,
-        has_rotary: bool,
-        steps: Sequence[_Step],
-    ) -> list[torch.Tensor]:
+    @abstractmethod
+    def outputs(self, backend: AttentionBackend, dtype: torch.dtype, variant: _Variant) -> list[torch.Tensor]:
         """Compute the steps and return their results."""
-        rotary = RotaryEmbedding(self._frequencies, _MAX_TOKENS, dtype, self._device) if has_rotary else None
-        q_norm, k_norm = self._norms.to(dtype) if has_norms else (None, None)
-        weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6, sinks=self._sinks)
-        if backend.kv_cache_dtype is torch.float8_e4m3fn:
-            k_scale, v_scale = torch.tensor([[0.5], [0.25]], device=self._device)
-            weights = weights._replace(k_scale=k_scale, v_scale=v_scale)
-        attention = Attention(self._params, backend, weights)
+
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+
+    def _frequencies(self, width: int) -> torch.Tensor:
+        return (1e4 ** (-torch.arange(0, width // 2) * 2 / width)).float()
+
+    def _bind_stale(self, attention: AttentionLayer) -> None:
+        """Give a layer a cache of stale values, NaN included, which must not reach a result."""
         shape = attention.kv_cache_shape(self._num_blocks, self._block_size)
-        # Stale values, NaN included, must not reach a result.
-        kv_cache = torch.full(shape, torch.nan, device=self._device).to(attention.kv_cache_dtype)
-        attention.bind(kv_cache)
-        return [
-            attention(qkv[: _num_tokens(step)].to(dtype, copy=True), self._metadata(step))
-            for qkv, step in zip(self._qkv, steps, strict=False)
-        ]
+        attention.bind(torch.full(shape, torch.nan, device=self._device).to(attention.kv_cache_dtype))
 
     def _metadata(self, step: _Step) -> AttentionMetadata:
         starts = np.array([0, *itertools.accumulate(end - start for start, end in step)], np.int32)
@@ -210,3 +195,82 @@ class _TestLayer:
             query_start_loc_cpu=starts,
             seq_lens_cpu=seq_lens,
         )
+
+
+class _HeadsLayer(_TestLayer):
+    """Attention to keys and values of heads."""
+
+    def __init__(
+        self, params: AttentionParams, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(block_size, dtype, device)
+        window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
+        self._params = replace(params, sliding_window=window)
+        self.label = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
+        width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
+        self._qkv = [self._drawn(_num_tokens(step), width) for step in _STEPS]
+        norms = 1 + torch.rand(2, params.head_dim, generator=self._generator)
+        self._norms = norms.to(device, dtype)
+        self._sinks = torch.randn(params.num_heads, generator=self._generator).to(device)
+
+    def outputs(self, backend: AttentionBackend, dtype: torch.dtype, variant: _Variant) -> list[torch.Tensor]:
+        frequencies = self._frequencies(self._params.head_dim)
+        rotary = (
+            RotaryEmbedding(frequencies, _MAX_TOKENS, dtype, self._device) if variant.has_rotary else None
+        )
+        q_norm, k_norm = self._norms.to(dtype) if variant.has_norms else (None, None)
+        weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6)
+        if self._params.has_sinks:
+            weights = weights._replace(sinks=self._sinks)
+        if backend.kv_cache_dtype is torch.float8_e4m3fn:
+            k_scale, v_scale = torch.tensor([[0.5], [0.25]], device=self._device)
+            weights = weights._replace(k_scale=k_scale, v_scale=v_scale)
+        attention = Attention(self._params, backend, weights)
+        self._bind_stale(attention)
+        return [
+            attention(qkv[: _num_tokens(step)].to(dtype, copy=True), self._metadata(step))
+            for qkv, step in zip(self._qkv, variant.steps, strict=False)
+        ]
+
+
+class _LatentLayer(_TestLayer):
+    """Multi-head latent attention."""
+
+    variants = (_Variant(True, True, _STEPS),)
+
+    def __init__(
+        self, params: LatentAttentionParams, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(block_size, dtype, device)
+        self._params = params
+        self.label = (
+            f"{params.num_heads} heads, latents of {params.kv_lora_rank} and {params.qk_rope_head_dim}"
+        )
+        width = params.num_heads * params.qk_head_dim
+        self._q, self._compressed = (
+            [self._drawn(_num_tokens(step), size) for step in _STEPS] for size in (width, params.cached_dim)
+        )
+        self._norm = 1 + torch.rand(params.kv_lora_rank, generator=self._generator)
+        up = self._drawn(params.num_heads, params.qk_nope_head_dim + params.v_head_dim, params.kv_lora_rank)
+        self._kv_b = up * params.kv_lora_rank**-0.5
+
+    def outputs(self, backend: AttentionBackend, dtype: torch.dtype, variant: _Variant) -> list[torch.Tensor]:
+        frequencies = self._frequencies(self._params.qk_rope_head_dim)
+        rotary = RotaryEmbedding(frequencies, _MAX_TOKENS, dtype, self._device)
+        norm = self._norm.to(self._device, self._dtype).to(dtype)
+        kv_b = self._kv_b.to(dtype)
+        weights = LatentWeights.of_kv_b(kv_b, self._params.qk_nope_head_dim, rotary, norm, 1e-6)
+        attention = LatentAttention(self._params, backend, weights)
+        self._bind_stale(attention)
+        return [
+            attention(q.to(dtype, copy=True), compressed.to(dtype), self._metadata(step))
+            for q, compressed, step in zip(self._q, self._compressed, variant.steps, strict=True)
+        ]
+
+
+def _test_layers(needs: AttentionNeeds, dtype: torch.dtype, device: torch.device) -> Iterator[_TestLayer]:
+    """Yield each kind of the model's layers once."""
+    for heads in dict.fromkeys(needs.plain_layers):
+        yield _HeadsLayer(heads, needs.block_size, dtype, device)
+    for latent in dict.fromkeys(needs.latent_layers):
+        yield _LatentLayer(latent, needs.block_size, dtype, device)

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
+from argosy_engine.attention.decode_batches import decode_batches
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.latent_torch import TorchLatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.torch_rms_norm import rms_norm
 
-_BUCKET_TOKENS = 256
-"""Decodes whose lengths round up to the same multiple share a padded batch."""
 _MAX_FP8 = 448.0
 """Largest float8_e4m3fn number."""
 
@@ -35,6 +36,9 @@ class TorchBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> TorchAttention:
         return TorchAttention(params, weights)
+
+    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> TorchLatentAttention:
+        return TorchLatentAttention(params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
@@ -113,24 +117,10 @@ class TorchAttention:
     def _decode(
         self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor
     ) -> None:
-        seq_lens = meta.seq_lens_cpu[: meta.num_decodes].tolist()
-        buckets: dict[int, list[int]] = {}
-        for row, seq_len in enumerate(seq_lens):
-            buckets.setdefault(-(-seq_len // _BUCKET_TOKENS), []).append(row)
         # FP8 is widened to float32 on its way to the activations' dtype.
         itemsize = kv_cache.itemsize if self._weights.k_scale is None else 4
-        token_bytes = 2 * self.num_kv_heads * self.head_dim * itemsize
-        for bucket, rows in buckets.items():
-            size = max(WORKSPACE_BYTES // (bucket * _BUCKET_TOKENS * token_bytes), 1)
-            if meta.num_decodes <= size and len(buckets) == 1:
-                longest = max(seq_lens)
-                out.copy_(self._decode_rows(q, kv_cache, meta, slice(0, meta.num_decodes), longest))
-                return
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                index = torch.tensor(part, device=q.device)
-                longest = max(seq_lens[row] for row in part)
-                out[index] = self._decode_rows(q[index], kv_cache, meta, index, longest)
+        for batch in decode_batches(meta, 2 * self.num_kv_heads * self.head_dim * itemsize):
+            out[batch.rows] = self._decode_rows(q[batch.rows], kv_cache, meta, batch.rows, batch.longest)
 
     def _decode_rows(
         self,

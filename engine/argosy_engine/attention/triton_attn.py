@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.latent_triton import TritonLatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.quantized_rows import Activations, QuantizedRows
 from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
@@ -30,6 +31,11 @@ class TritonBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> TritonAttention:
         return TritonAttention(params, weights)
+
+    def latent_attention(
+        self, params: LatentAttentionParams, weights: LatentWeights
+    ) -> TritonLatentAttention:
+        return TritonLatentAttention(params, weights)
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
         return None
@@ -49,7 +55,7 @@ class TritonAttention:
             "query_start_loc": meta.query_start_loc,
             "seq_lens": meta.seq_lens,
             "block_table": meta.block_table,
-            "max_query_len": max_query_len(meta),
+            "max_query_len": meta.max_query_len,
             "scale": params.scale,
             "sliding_window": params.sliding_window,
             "chunk_size": params.chunk_size,
@@ -89,13 +95,3 @@ def prepare(
         v_scale=weights.v_scale,
     )
     return qkv[:, : params.num_heads * params.head_dim].view(-1, params.num_heads, params.head_dim)
-
-
-def max_query_len(meta: AttentionMetadata) -> int:
-    """Return the most new tokens of a request, found once for all layers."""
-    found = meta.shared.get(max_query_len)
-    if found is None:
-        has_prompts = meta.num_decodes < len(meta.seq_lens_cpu)
-        found = int(np.diff(meta.query_start_loc_cpu).max()) if has_prompts else 1
-        meta.shared[max_query_len] = found
-    return found

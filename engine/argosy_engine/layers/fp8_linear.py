@@ -154,6 +154,13 @@ class Fp8LinearMethod:
                     scale.copy_(scales)
         return stacked
 
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        if not self._is_quantised(tuple(spec.parts)):
+            return self._plain.take_weight(weights, spec)
+        weight, scale, _ = self._take(weights, spec)
+        self._input_scale(weights, tuple(spec.parts))
+        return widened(weight, scale, weights.dtype)
+
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)
 
@@ -238,6 +245,9 @@ class OnlineFp8LinearMethod:
                 part.copy_(values)
                 scale.copy_(scales)
         return stacked
+
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        return self._plain.take_weight(weights, spec)
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
-from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.params import AttentionParams, DeltaNetParams
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.layer import Attention, LatentAttention
+from argosy_engine.attention.params import (
+    AttentionParams,
+    DeltaNetParams,
+    LatentAttentionParams,
+    LayerParams,
+)
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
@@ -22,6 +29,7 @@ from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, 
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import (
+    Float32Linear,
     GatedLinear,
     Linear,
     LinearSpec,
@@ -38,6 +46,8 @@ from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
 from argosy_engine.quantized_rows import TakesRows
+
+Params = TypeVar("Params", AttentionParams, LatentAttentionParams)
 
 
 class LayerFactory:
@@ -83,9 +93,18 @@ class LayerFactory:
         self.exchange = exchange
         self._has_output_head = has_output_head
 
-    def own_layers(self, layers: Sequence[AttentionParams]) -> list[tuple[int, AttentionParams]]:
-        """Return the layers of this pipeline stage, of all the model's, with their indices."""
-        return [(index, layers[index]) for index in self._stage.layers(len(layers))]
+    def own_layers(self, layers: Sequence[LayerParams], kind: type[Params]) -> list[tuple[int, Params]]:
+        """Return the layers of this pipeline stage, of all the model's, with their indices.
+
+        Args:
+            kind: of the layers of this family.
+        """
+        own: list[tuple[int, Params]] = []
+        for index in self._stage.layers(len(layers)):
+            layer = layers[index]
+            assert isinstance(layer, kind)
+            own.append((index, layer))
+        return own
 
     def before_layers(self, *, is_tied: bool) -> LayerFactory:
         """Return the factory of what comes before the layers: the embedding, which a tied output head uses as well."""
@@ -113,23 +132,45 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
+        order: tuple[int, ...] | None = None,
         keeps_precision: bool = False,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which every rank has the whole.
 
         Arguments: `LinearSpec`.
         """
-        spec = LinearSpec(parts, in_features, bias, keeps_precision=keeps_precision)
+        spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
         return Linear(self._method.load(self.weights, spec))
 
+    def router(
+        self, name: str, num_experts: int, in_features: int, *, bias: bool, in_float32: bool
+    ) -> Linear:
+        """Make the linear layer that chooses experts, of which every rank has the whole."""
+        if not in_float32 or self.dtype is torch.float32:
+            return self.linear({name: num_experts}, in_features, bias=bias, keeps_precision=True)
+        assert not bias
+        weight = self.weights.take_scale(name + ".weight", (num_experts, in_features), is_signed=True)
+        return Float32Linear(linear_kernel(weight, is_traceable=self._compiler is not None))
+
     def column_linear(
-        self, parts: Mapping[str, int], in_features: int, *, bias: bool = False, is_transposed: bool = False
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+        head_order: tuple[int, ...] | None = None,
     ) -> Linear:
         """Make one projection, or several fused along their outputs, of which a rank computes its part of each.
 
         Arguments: `LinearSpec`.
+
+        Args:
+            head_order: order into which the output features of each head are brought; None: as they are.
         """
         spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
+        if head_order is not None:
+            spec = replace(spec, order=_repeated(head_order, spec.out_features // len(head_order)))
         return Linear(self._method.load(self.weights, spec))
 
     def gated_linear(
@@ -260,7 +301,9 @@ class LayerFactory:
             else:
                 starts = (0, widths[0], widths[0] + widths[1])
                 outputs = {names[0]: tuple(map(_moved, ranges, starts))}
-        order = None if rope is None else rope.head_order(params.head_dim)
+        order = None
+        if rope is not None and self.device.type != "meta":  # a plan comes before any check of the sizes
+            order = rope.head_order(params.head_dim)
         if order is not None:
             own = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
             rotated, num_all = own.num_heads + own.num_kv_heads, own.num_heads + 2 * own.num_kv_heads
@@ -328,7 +371,7 @@ class LayerFactory:
         own = params if size == 1 else params.of_rank(size)
         q_range, k_range, _ = self.sharding.qkv(params)
         order = None if rope is None else rope.head_order(dim)
-        weights = []
+        norms = []
         for name, heads, indices, own_heads in (
             (q, params.num_heads, q_range, own.num_heads),
             (k, params.num_kv_heads, k_range, own.num_kv_heads),
@@ -337,8 +380,8 @@ class LayerFactory:
             weight = self.weights.take(name + ".weight", heads * dim, shard=shard)
             if order is not None and not weight.is_meta:
                 weight = weight[list(_repeated(order, own_heads))]
-            weights.append(weight)
-        return WidthNorm(weights[0], weights[1], eps, None if size == 1 else self._communicator)
+            norms.append(RMSNorm(weight, eps, self.dtype, self._kernels))
+        return WidthNorm(norms[0], norms[1], None if size == 1 else self._communicator)
 
     def sinks(self, name: str, params: AttentionParams) -> torch.Tensor:
         """Return the attention sinks of this rank's heads, float32 [num_heads]."""
@@ -413,6 +456,25 @@ class LayerFactory:
             )
         params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         return Attention(params, self._backend, weights)
+
+    def latent_attention(
+        self, params: LatentAttentionParams, rotary: RotaryEmbedding, eps: float, *, prefix: str
+    ) -> LatentAttention:
+        """Make one layer's latent attention, of which a rank computes its heads.
+
+        Args:
+            rotary: of `qk_rope_head_dim` elements.
+            eps: of the norm of latents.
+            prefix: of the attention's tensors in the checkpoint.
+        """
+        width = params.qk_nope_head_dim + params.v_head_dim
+        parts = {prefix + "kv_b_proj": params.num_heads * width}
+        spec = LinearSpec(parts, params.kv_lora_rank, outputs=self._equal_parts(parts))
+        kv_b = self._method.take_weight(self.weights, spec).view(-1, width, params.kv_lora_rank)
+        norm = self.take(prefix + "kv_a_layernorm.weight", params.kv_lora_rank)
+        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
+        weights = LatentWeights.of_kv_b(kv_b, params.qk_nope_head_dim, rotary, norm, eps)
+        return LatentAttention(params, self._backend, weights)
 
     def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
         """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""

@@ -43,6 +43,11 @@ class LinearMethod(Protocol):
         """Take the tensors of the experts that this process holds, for kernels that compute them together."""
         ...
 
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        """Take the tensors of a layer without a bias and return its weight, [out, in] in the engine's dtype, for what
+        multiplies by it in its own way."""
+        ...
+
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         """Use an embedding [vocab_size, in] that was taken before as the weight of an output head."""
         ...
@@ -77,6 +82,9 @@ class UnquantizedLinearMethod:
             for name, part, _ in stacked.places(place):
                 part.copy_(take_expert(weights, spec, index, name))
         return stacked
+
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        return take_fused(weights, spec)
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return linear_kernel(embedding, is_traceable=self._is_traceable)

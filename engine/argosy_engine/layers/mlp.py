@@ -8,6 +8,7 @@ import torch
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear import Linear
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -60,6 +61,7 @@ class SparseMLP:
 
     Args:
         has_router_bias: whether the router's linear layer has a bias.
+        has_float32_router: see `ExpertsConfig`.
         shared: an MLP that all tokens take besides.
         shared_gate: its output is multiplied by the sigmoid of this layer's, [T, 1]; None: by 1.
     """
@@ -70,15 +72,17 @@ class SparseMLP:
         spec: ExpertsSpec,
         *,
         has_router_bias: bool = False,
+        has_float32_router: bool = False,
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
         self.input_quantization: RowQuantization | None = None  # a router's weights keep their precision
-        self.router = factory.linear(
-            {spec.prefix + spec.names.router: spec.num_experts},
+        self.router = factory.router(
+            spec.prefix + spec.names.router,
+            spec.num_experts,
             spec.hidden,
             bias=has_router_bias,
-            keeps_precision=True,
+            in_float32=has_float32_router,
         )
         self.experts = factory.experts(spec)
         self.shared, self.shared_gate = shared, shared_gate
@@ -101,3 +105,36 @@ class SparseMLP:
                 shared = shared * torch.sigmoid(self.shared_gate(x))
             mixed[: len(x)] += shared
         return self.sum_ranks(mixed)[: len(x)]
+
+
+def sparse_mlp(
+    factory: LayerFactory, prefix: str, hidden: int, experts: ExpertsConfig, *, bias: bool
+) -> SparseMLP:
+    """Make the mixture of experts of a layer, with what all tokens take besides.
+
+    Args:
+        prefix: of the layer's tensors.
+        bias: whether the projections of the MLP that all tokens take have one.
+    """
+    prefix += experts.mlp
+    shared = shared_gate = None
+    if experts.shared_size:
+        shared = GatedMLP(factory, f"{prefix}{experts.shared}.", hidden, experts.shared_size, bias=bias)
+        if experts.has_shared_gate:
+            shared_gate = factory.linear({f"{prefix}{experts.shared}_gate": 1}, hidden, keeps_precision=True)
+    spec = ExpertsSpec(
+        prefix=prefix,
+        routing=experts.routing,
+        hidden=hidden,
+        inner=experts.inner,
+        activation=experts.activation,
+        names=experts.names,
+    )
+    return SparseMLP(
+        factory,
+        spec,
+        has_router_bias=experts.has_router_bias,
+        has_float32_router=experts.has_float32_router,
+        shared=shared,
+        shared_gate=shared_gate,
+    )

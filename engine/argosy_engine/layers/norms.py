@@ -99,26 +99,27 @@ class WidthNorm:
     """RMSNorms of q over all its heads and of k over all its heads, which ranks may share (OLMo 2, arXiv 2501.00656).
 
     Args:
-        q_weight: [num_heads * head_dim], of this rank's heads.
-        k_weight: [num_kv_heads * head_dim]
+        q_norm: of this rank's heads, [num_heads * head_dim].
+        k_norm: [num_kv_heads * head_dim]
         communicator: of the ranks, whose sums of squares count; None: this one has all heads.
     """
 
-    def __init__(
-        self, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, communicator: Communicator | None
-    ) -> None:
-        self._weights = q_weight, k_weight
-        self._eps = eps
+    def __init__(self, q_norm: RMSNorm, k_norm: RMSNorm, communicator: Communicator | None) -> None:
+        self._norms = q_norm, k_norm
         self._communicator = communicator
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Norm q and k of qkv [T, (num_heads + 2 num_kv_heads) * head_dim] in place; returns qkv."""
-        q_size, k_size = map(len, self._weights)
+        q_size, k_size = (len(norm.weight) for norm in self._norms)
         parts = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        if self._communicator is None:
+            for part, norm in zip(parts, self._norms, strict=True):
+                part.copy_(norm(part.contiguous()))
+            return qkv
         squares = torch.stack([part.float().square().mean(dim=1) for part in parts])
-        if self._communicator is not None:  # each rank has as many heads, and each head is on as many ranks
-            squares = self._communicator.all_reduce(squares) / self._communicator.size
-        factors = torch.rsqrt(squares + self._eps)
-        for part, weight, factor in zip(parts, self._weights, factors, strict=True):
-            part.copy_((part.float() * factor.unsqueeze(1)).to(part.dtype) * weight)
+        # Each rank has as many heads, and each head is on as many ranks.
+        squares = self._communicator.all_reduce(squares) / self._communicator.size
+        for part, norm, square in zip(parts, self._norms, squares, strict=True):
+            factor = torch.rsqrt(square + norm.eps).unsqueeze(1)
+            part.copy_((part.float() * factor).to(part.dtype) * norm.weight)
         return qkv

@@ -71,6 +71,11 @@ class BlockFp8LinearMethod:
                 part.copy_(self._widened(weights, name, shape, spec.weight_shard(layer)))
         return stacked
 
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        return (
+            self._take(weights, spec) if self._is_quantised(spec) else self._plain.take_weight(weights, spec)
+        )
+
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)
 
@@ -132,6 +137,9 @@ class Mxfp4LinearMethod:
                 "checkpoint with unquantised experts"
             )
         return take_stacked(weights, spec, self._take_rows)
+
+    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
+        return self._plain.take_weight(weights, spec)
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)

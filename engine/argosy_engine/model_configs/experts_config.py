@@ -109,6 +109,8 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     activation: ExpertActivation = "silu"
     names: ExpertNames = ExpertNames()
     has_router_bias: bool = False
+    has_float32_router: bool = False
+    """Whether routers compute in float32 in every dtype: in bfloat16 a few tokens in a hundred get other experts."""
     mlp: str = "mlp."
     """What a sparse MLP is called in its layer."""
     shared_size: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
@@ -117,3 +119,14 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     """Its name in the sparse MLP."""
     has_shared_gate: bool = False
     """Whether its output is multiplied by the sigmoid of another linear layer's, called like it with `_gate`."""
+
+    def divided_sizes(self, of_others: dict[str, int], has_whole_experts: bool) -> dict[str, int]:
+        """Add to the sizes of a decoder's other parts what `ModelConfig.divided_sizes` returns for these."""
+        sizes = dict(of_others)
+        if not has_whole_experts:
+            sizes["moe_intermediate_size"] = self.inner
+        if self.shared_size:
+            sizes["intermediate size of shared experts"] = self.shared_size
+        if all(self.is_sparse):
+            del sizes["intermediate_size"]  # of dense layers
+        return sizes

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_engine.attention.params import AttentionParams, StateParams
+from argosy_engine.attention.params import AttentionParams, LayerParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
@@ -71,7 +71,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """What it computes if it is served for pooling; None: it generates."""
 
     @property
-    def attention_layers(self) -> tuple[AttentionParams, ...]:
+    def attention_layers(self) -> tuple[LayerParams, ...]:
         """Constants of each layer's attention. A family whose layers differ in more than the window overrides it."""
         positions = self.max_position_embeddings
         return tuple(
@@ -105,6 +105,29 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         if (inner := getattr(self, "intermediate_size", None)) is not None:  # not every family has one
             sizes["intermediate_size"] = inner
         return sizes
+
+    @property
+    def multi_token_tensors(self) -> tuple[str, ...]:
+        """Patterns of the names of tensors that predict further tokens."""
+        first = self.num_hidden_layers
+        numbers = "|".join(str(first + index) for index in range(self.num_multi_token_layers))
+        own = r"(model\.)?mtp(_block|_emb_norm|_hidden_norm|_linear_proj)?\..*"  # with what ERNIE 4.5 calls them
+        return own, *([rf"model\.layers\.({numbers})\..*"] if numbers else [])
+
+    def cached_values(self, tensor_parallel_size: int) -> int:
+        """Return the number of elements that a layer keeps of a token on one rank."""
+        return 2 * max(self.num_key_value_heads // tensor_parallel_size, 1) * self.head_dim
+
+    def expanded_values(self, tensor_parallel_size: int) -> int:
+        """Return the number of elements per token that one rank computes of what a layer keeps, before prompts attend
+        to it."""
+        return 0
+
+    def replicated_elements(self, tensor_parallel_size: int) -> int:
+        """Estimate how many elements of a layer's weights a rank holds beyond an equal share: those of KV heads that
+        several ranks hold."""
+        share = self.num_key_value_heads / tensor_parallel_size
+        return int(2 * self.hidden_size * (max(share, 1) - share) * self.head_dim)
 
     @property
     def pooled_size(self) -> int:

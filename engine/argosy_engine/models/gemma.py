@@ -123,7 +123,7 @@ class Gemma:
             factory.rotary(rope, config.head_dim) for rope in (config.rope_global, config.rope_local)
         )
         self.layers: list[GemmaLayer] = []
-        for index, params in factory.own_layers(config.attention_layers):
+        for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             rotary = rotary_global if config.sliding_windows[index] is None else rotary_local
             previous_norm = self.layers[-1].post_mlp_norm if self.layers else None
             self.layers.append(GemmaLayer(config, factory, index, params, rotary, previous_norm))

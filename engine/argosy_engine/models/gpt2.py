@@ -80,7 +80,7 @@ class GPT2:
         self.positions = before.take("transformer.wpe.weight", config.max_position_embeddings, hidden)
         self.layers = [
             GPT2Layer(config, factory, index, params)
-            for index, params in factory.own_layers(config.attention_layers)
+            for index, params in factory.own_layers(config.attention_layers, AttentionParams)
         ]
         after = factory.after_layers()
         self.norm = LayerNorm(after, "transformer.ln_f", hidden, config.layer_norm_eps)

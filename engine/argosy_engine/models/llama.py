@@ -15,10 +15,9 @@ from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.mlp import GatedMLP, SparseMLP
+from argosy_engine.layers.mlp import GatedMLP, sparse_mlp
 from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.quantized_rows import Activations, TakesRows
@@ -204,10 +203,18 @@ class OutputNormLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DecoderLayer`."""
-        residual = x if residual is None else residual.add_(x)
-        normed = residual if self.input_norm is None else self.input_norm(residual)
-        residual.add_(self.attended_norm(self.block.attend(self.block.qkv(normed), meta)))
-        normed = residual if self.mlp_norm is None else self.mlp_norm(residual)
+        normed: Activations
+        if residual is None:
+            residual, normed = x, x if self.input_norm is None else self.input_norm(x)
+        elif self.input_norm is None:
+            normed = residual.add_(x)
+        else:
+            normed = self.input_norm.after_adding(x, residual)
+        attended = self.block.attend(self.block.qkv(normed), meta)
+        if self.mlp_norm is None:
+            normed = residual.add_(self.attended_norm(attended))
+        else:
+            normed = self.mlp_norm.after_adding(attended, residual, self.attended_norm)
         return self.output_norm(self.mlp(normed, meta.slot_mapping)), residual
 
     def parts_to_compile(self) -> list[CompilablePart]:
@@ -230,30 +237,7 @@ def make_mlp(config: LlamaConfig, factory: LayerFactory, prefix: str, index: int
             bias=config.mlp_bias,
             is_fused=config.has_fused_mlp,
         )
-    prefix += experts.mlp
-    shared = shared_gate = None
-    if experts.shared_size:
-        shared = GatedMLP(
-            factory, f"{prefix}{experts.shared}.", hidden, experts.shared_size, bias=config.mlp_bias
-        )
-        if experts.has_shared_gate:
-            name = f"{prefix}{experts.shared}_gate"
-            shared_gate = factory.linear({name: 1}, hidden, keeps_precision=True)
-    spec = ExpertsSpec(
-        prefix=prefix,
-        routing=experts.routing,
-        hidden=hidden,
-        inner=experts.inner,
-        activation=experts.activation,
-        names=experts.names,
-    )
-    return SparseMLP(
-        factory,
-        spec,
-        has_router_bias=experts.has_router_bias,
-        shared=shared,
-        shared_gate=shared_gate,
-    )
+    return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
 
 
 class Llama:
@@ -272,7 +256,7 @@ class Llama:
         local_rotary = rotary if local is None else factory.rotary(local, config.head_dim)
         make_layer = DecoderLayer if config.norms == "inputs" else OutputNormLayer
         self.layers: list[DecoderLayer | OutputNormLayer] = []
-        for index, params in factory.own_layers(config.attention_layers):
+        for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             used = rotary if config.sliding_windows[index] is None else local_rotary
             mlp = make_mlp(config, factory, f"model.layers.{index}.", index)
             self.layers.append(

@@ -187,7 +187,7 @@ def load_model(
                 *model_class.ignored_tensors,
                 *_unused_heads(config),
                 *_kv_scales(config),
-                *_multi_token(config),
+                *config.multi_token_tensors,
             ],
         )
         with (
@@ -266,13 +266,6 @@ def _unused_heads(config: ModelConfig) -> list[str]:
     if config.pooling is not None:
         return [r"lm_head\.(weight|bias)", r"score\.(weight|bias)"]
     return [r"lm_head\.weight"] if config.tie_word_embeddings else []
-
-
-def _multi_token(config: ModelConfig) -> list[str]:
-    """Return patterns of the tensors that predict further tokens."""
-    first = config.num_hidden_layers
-    numbers = "|".join(str(first + index) for index in range(config.num_multi_token_layers))
-    return [r"(model\.)?mtp\..*", *([rf"model\.layers\.({numbers})\..*"] if numbers else [])]
 
 
 def _kv_scales(config: ModelConfig) -> list[str]:

@@ -90,7 +90,7 @@ class OPT:
             self.project_out = after.linear({base + "project_out": width}, hidden)
         self.layers = [
             OPTLayer(config, factory, index, params)
-            for index, params in factory.own_layers(config.attention_layers)
+            for index, params in factory.own_layers(config.attention_layers, AttentionParams)
         ]
         self.norm = None
         if config.has_final_norm:

@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import Attention, StateLayer
+from argosy_engine.attention.layer import AttentionLayer, StateLayer
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.layers.embedding import Embedding
 from argosy_engine.layers.layer_compiler import CompilableLayer
@@ -52,7 +52,7 @@ class PooledModel:
         return self._decoder.layers
 
     @property
-    def attention_layers(self) -> Sequence[Attention]:
+    def attention_layers(self) -> Sequence[AttentionLayer]:
         return self._decoder.attention_layers
 
     @property

@@ -16,7 +16,7 @@ from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 if TYPE_CHECKING:
     import torch
 
-    from argosy_engine.attention.layer import Attention
+    from argosy_engine.attention.layer import AttentionLayer
     from argosy_engine.attention.metadata import ModelInputs
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
@@ -41,7 +41,7 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def attention_layers(self) -> Sequence[Attention]:
+    def attention_layers(self) -> Sequence[AttentionLayer]:
         """The attention of each layer."""
         ...
 
@@ -86,11 +86,14 @@ _LLAMAS = (
         "GptOss",
         "Granite",
         "GraniteMoe",
+        "Helium",
     ),
     *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
-    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"),
+    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen"),
 )
 """Decoders of `llama_config`."""
+_DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+"""Those of `deepseek_config`."""
 
 
 def _family(name: str, config: str, model: str) -> _Family:
@@ -98,6 +101,10 @@ def _family(name: str, config: str, model: str) -> _Family:
 
 
 _FAMILIES = {
+    **{
+        f"{name}ForCausalLM": _family(name, "deepseek_config:DeepseekConfig", "deepseek:Deepseek")
+        for name in _DEEPSEEKS
+    },
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),

@@ -27,6 +27,7 @@ from argosy_engine.messages.kv_cache_interface import (
     peak_blocks,
     state_bytes,
 )
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.sharding import check_tensor_parallel
@@ -89,6 +90,13 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     kv = max(config.num_key_value_heads // ranks, 1) * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size) // ranks  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
+    experts: ExpertsConfig | None = getattr(config, "experts", None)
+    if experts is not None and attention_backend in (
+        "triton",
+        "flash_attn",
+    ):  # whose kernels compute all at once
+        chosen = experts.routing.experts_per_token * (experts.inner // ranks + config.hidden_size)
+        values = max(values, 4 * config.hidden_size + 2 * q + 2 * kv + chosen)
     precise = 8 * config.hidden_size  # bytes in float32: a norm's input and output
     delta_net: DeltaNetParams | None = getattr(config, "delta_net", None)  # not every family has one
     if delta_net is not None:
@@ -105,9 +113,11 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     sampling = itemsize + 4 + 4 + 4 + 8
     if attention_backend == "torch":
-        context = wanted_model_len(args, config) * 2 * kv * itemsize
+        longest = wanted_model_len(args, config) * itemsize
+        context = longest * config.cached_values(ranks)
         # once as gathered, and once in the layout of the product
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
+        layer += min(longest * config.expanded_values(ranks), WORKSPACE_BYTES)
         sampling += 4 + 8  # probabilities, and their sums in float64
     return max(layer, rows * config.vocab_size * sampling)
 
@@ -144,6 +154,15 @@ def estimate_weights(
     return total * itemsize + fp8_bytes
 
 
+def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str, int]:
+    """Return the element counts of a checkpoint's tensors without those that the model does not load."""
+    return {
+        name: count
+        for name, count in elements.items()
+        if not any(re.fullmatch(pattern, name) for pattern in config.multi_token_tensors)
+    }
+
+
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
 """In the names of experts' tensors."""
 
@@ -165,9 +184,7 @@ def rank_elements(
         else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
-    # KV heads that several ranks hold
-    copied = (max(config.num_key_value_heads / size, 1) - config.num_key_value_heads / size) * config.head_dim
-    held["replicated KV heads"] = int(2 * len(config.attention_layers) * config.hidden_size * copied)
+    held["replicated"] = len(config.attention_layers) * config.replicated_elements(size)
     return held
 
 

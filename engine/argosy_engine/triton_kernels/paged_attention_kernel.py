@@ -16,7 +16,7 @@ from argosy_engine.triton_kernels.fp8_rows import to_fp8
 
 
 @triton.jit
-def _find_request(query_start_loc_ptr, query_tile, num_requests, BLOCK_Q: tl.constexpr):
+def find_request(query_start_loc_ptr, query_tile, num_requests, BLOCK_Q: tl.constexpr):
     """Return the request that a query tile of the packed layout belongs to.
 
     Request r has the tiles from (query_start_loc[r] - query_start_loc[0]) // BLOCK_Q + r on, which leaves it at least
@@ -165,7 +165,7 @@ def paged_attention_kernel(
     query_tile = tl.program_id(0) // num_kv_heads
     if IS_PACKED:
         query_tile = tl.num_programs(0) // num_kv_heads - 1 - query_tile
-        request, query_tile = _find_request(query_start_loc_ptr, query_tile, num_requests, BLOCK_Q)
+        request, query_tile = find_request(query_start_loc_ptr, query_tile, num_requests, BLOCK_Q)
     else:
         request = query_tile
         query_tile = 0

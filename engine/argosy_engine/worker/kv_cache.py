@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import LayerParams
 from argosy_engine.messages.kv_cache_interface import (
     KVCacheGroup,
     attention_groups,
@@ -31,7 +31,7 @@ def state_layers(model: CausalLM) -> Sequence[StateLayer]:
 
 
 def stage_groups(
-    model: CausalLM, block_size: int, layers: Sequence[AttentionParams], own: range
+    model: CausalLM, block_size: int, layers: Sequence[LayerParams], own: range
 ) -> tuple[KVCacheGroup, ...]:
     """Return the groups of all layers of a pipeline, with those of one stage (`groups_of_layers`).
 
@@ -55,7 +55,7 @@ def bind_kv_cache(
     device: torch.device,
     num_states: int = 0,
 ) -> None:
-    """Allocate the pool and give each layer its view of it, [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """Allocate the pool and give each layer its view of it, in the shape that it asks for (`kv_cache_shape`).
 
     The i-th layers of all groups view the same bytes, because a block belongs to one group at a time. On a CPU the
     memory is not committed until it is used. Layers with states get tensors of their own, for `num_states` blocks.

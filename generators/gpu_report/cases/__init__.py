@@ -4,6 +4,7 @@ from gpu_report.case import Cases
 from gpu_report.cases import (
     fused_moe,
     gated_delta_net,
+    latent_attention,
     moe_routing,
     paged_attention,
     process_logits,
@@ -18,6 +19,7 @@ from gpu_report.cases import (
 ALL_CASES: dict[str, Cases] = {
     "fused_moe": fused_moe.cases,
     "gated_delta_net": gated_delta_net.cases,
+    "latent_attention": latent_attention.cases,
     "moe_routing": moe_routing.cases,
     "paged_attention": paged_attention.cases,
     "process_logits": process_logits.cases,

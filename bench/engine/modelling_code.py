@@ -1,0 +1,166 @@
+"""Compare the CPU time of one model by the engine's own code, by transformers' modelling code in the engine, and by
+`generate` of transformers.
+
+    python bench/engine/modelling_code.py gpt_oss glm4_moe --rounds 3
+
+Models have random weights in sizes that a machine with two cores computes in seconds. Rounds alternate, each contender
+is a process of its own, in one thread, and the first round of each is discarded. CPU time is that of the process, which
+other programs on the machine change less than its duration. Prints the median of each, and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "max_position_embeddings": 4096,
+    "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "moe_num_experts": 16,
+    "num_experts_per_tok": 4, "moe_k": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"intermediate_size": 1024},
+    "mixtral": {"intermediate_size": 1024},
+    "minimax_m2": {"intermediate_size": 512},
+    "granitemoe": {"intermediate_size": 512},
+}
+CONTENDERS = ("argosy", "fallback", "transformers")
+WORK = {"a prompt of 512": (1, 512, 1), "1 request": (1, 32, 32), "8 requests": (8, 32, 32)}
+"""Requests, tokens of their prompts, and of their outputs."""
+
+
+def write(folder: Path, model_type: str) -> None:
+    """Write a checkpoint with random weights."""
+    import inspect
+
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from argosy_engine.checkpoint.model_path import resolve_model
+
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class().to_dict()
+    known = inspect.signature(config_class.__init__).parameters.keys() | default.keys()
+    fields = {name: value for name, value in (_SIZES | _OWN.get(model_type, {})).items() if name in known}
+    fields = {name: value for name, value in fields.items() if name != "sliding_window" or default.get(name)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**fields))
+    model.save_pretrained(folder)
+    tokenizer = resolve_model("builtin://tiny") / "tokenizer.json"
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "architectures": [type(model).__name__]}))
+
+
+def contend(name: str, folder: Path, rounds: int) -> None:
+    """Print the CPU seconds of each kind of work and round, as JSON."""
+    import torch
+
+    torch.set_num_threads(1)
+    generate = _transformers(folder) if name == "transformers" else _argosy(folder, name)
+    rng = random.Random(0)
+    seconds: dict[str, list[float]] = {}
+    for work, (count, length, tokens) in WORK.items():
+        for number in range(rounds + 1):
+            prompts = [[rng.randrange(3, _SIZES["vocab_size"]) for _ in range(length)] for _ in range(count)]
+            start = time.process_time()
+            generate(prompts, tokens)
+            if number:
+                seconds.setdefault(work, []).append(time.process_time() - start)
+    print(json.dumps(seconds))
+
+
+def _argosy(folder: Path, name: str) -> Any:
+    from argosy_engine import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder), device="cpu", dtype="float32", threads=1, max_model_len=1024,
+        enable_prefix_caching=False, model_impl="argosy" if name == "argosy" else "transformers",
+    )  # fmt: skip
+    return lambda prompts, tokens: llm.generate(
+        [{"prompt_token_ids": each} for each in prompts],
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        use_tqdm=False,
+    )
+
+
+def _transformers(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(prompts: list[list[int]], tokens: int) -> None:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
+                min_new_tokens=tokens,
+            )  # fmt: skip
+
+    return generate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_type", nargs="+")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contend", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contend:
+        contend(options.contend, Path(options.model_type[0]), options.rounds)
+        return 0
+    print(f"{platform.processor() or platform.machine()}, one thread, float32, CPU seconds (median)")
+    print(
+        "| model | work | argosy | transformers' code in argosy | transformers | ratios |\n|---|---|---|---|---|---|"
+    )
+    for model_type in options.model_type:
+        with tempfile.TemporaryDirectory() as path:
+            write(Path(path), model_type)
+            found = {
+                name: json.loads(
+                    subprocess.run(
+                        [
+                            sys.executable,
+                            "-P",
+                            __file__,
+                            path,
+                            "--contend",
+                            name,
+                            "--rounds",
+                            str(options.rounds),
+                        ],
+                        check=True,
+                        capture_output=True,
+                        text=True,
+                    ).stdout.splitlines()[-1]
+                )
+                for name in CONTENDERS
+            }
+        for work in WORK:
+            ours, fallback, theirs = (statistics.median(found[name][work]) for name in CONTENDERS)
+            ratios = f"{ours / fallback:.2f}, {ours / theirs:.2f}"
+            print(
+                f"| {model_type} | {work} | {ours:.2f} | {fallback:.2f} | {theirs:.2f} | {ratios} |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
