@@ -51,7 +51,9 @@ def row_of(model_type: str) -> str:
 
 
 def _kept(config: ModelConfig) -> Iterator[str]:
-    layers: Sequence[AttentionParams] = config.attention_layers
+    layers = [layer for layer in config.attention_layers if isinstance(layer, AttentionParams)]
+    if len(layers) < len(config.attention_layers):
+        yield "latents of all tokens"
     if any(layer.sliding_window is None and layer.chunk_size is None for layer in layers):
         yield "all tokens"
     if any(layer.sliding_window is not None for layer in layers):
