@@ -27,9 +27,10 @@ _HEAD = """\
 
 What an engine makes of each `model_type` in config.json. Tests hold a small random checkpoint of each against
 transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted. *argosy* is the engine's own
-code, with FP8, tensor, pipeline and expert parallelism, pooling and every attention backend; *transformers* is
-[transformers' modelling code](../serving.md#other-architectures) over the same KV cache, on one device. Attention is
-over all tokens, a window or chunks, as the tests' configs ask for; other configs of a type may ask for less or more.
+code, with FP8, tensor, expert and (without states) pipeline parallelism, pooling and every attention backend that can
+compute the layers; *transformers* is [transformers' modelling code](../serving.md#other-architectures) over the same KV
+cache, on one device. Attention is over all tokens, a window or chunks, or over their latents, as the tests' configs ask
+for; other configs of a type may ask for less or more.
 
 | `model_type` | architecture | code | layers |
 |---|---|---|---|
@@ -53,7 +54,7 @@ def row_of(model_type: str) -> str:
 def _kept(config: ModelConfig) -> Iterator[str]:
     layers = [layer for layer in config.attention_layers if isinstance(layer, AttentionParams)]
     if len(layers) < len(config.attention_layers):
-        yield "latents of all tokens"
+        yield "latents"
     if any(layer.sliding_window is None and layer.chunk_size is None for layer in layers):
         yield "all tokens"
     if any(layer.sliding_window is not None for layer in layers):

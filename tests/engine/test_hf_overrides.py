@@ -85,6 +85,39 @@ def test_the_config_is_that_of_a_file_that_says_the_same(
     assert config_of(checkpoint(tmp_path / "own", tiny_config(**own)), overrides) == wanted
 
 
+_PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+GLM = {
+    "architectures": ["Glm4ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rope_parameters": _PART,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rope_parameters"),
+    [
+        ({"rope_scaling": YARN}, {**_PART, **YARN}),
+        (
+            {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+            {**_PART, **YARN, "partial_rotary_factor": 1.0},
+        ),
+        ({"partial_rotary_factor": 1.0}, {**_PART, "partial_rotary_factor": 1.0}),
+        ({"rope_theta": 3e5}, {**_PART, "rope_theta": 3e5}),
+    ],
+)
+def test_the_part_of_a_head_that_is_rotated_stays_unless_it_is_overridden(
+    overrides: dict[str, Any], rope_parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted = config_of(checkpoint(tmp_path / "changed", {**GLM, "rope_parameters": rope_parameters}), {})
+    assert config_of(checkpoint(tmp_path / "own", GLM), overrides) == wanted
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "reason"),
     [

@@ -27,9 +27,10 @@ from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.messages.kv_cache_interface import block_bytes, group_layers
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import estimate_activations, plan_memory, planned_groups
+from transformers_checkpoints import small_config
 
 TINY = resolve_model("builtin://tiny")
 GIB = 1 << 30
@@ -316,3 +317,17 @@ def test_without_a_model_doctor_checks_this_machine_with_the_built_in_one(
     assert "no model is given" in told.err
     assert doctor(["--device", "cpu", "--model", "/nowhere"]) == 2
     assert "no model is given" not in capsys.readouterr().err
+
+
+def test_experts_that_are_computed_at_once_have_activations_of_all_that_a_token_takes() -> None:
+    raw = {**small_config("olmoe").to_dict(), "architectures": ["OlmoeForCausalLM"]}
+    args = EngineArgs.of(model="builtin://tiny", max_num_batched_tokens=1024, max_num_seqs=1)
+    few, many = (
+        [
+            estimate_activations(parse_config({**raw, "num_experts_per_tok": k}, {}, {}), args, 2, backend)
+            for backend in ("cpu", "triton")
+        ]
+        for k in (1, 8)
+    )
+    assert few[0] == many[0]
+    assert many[1] - few[1] >= 2 * 1024 * 5 * (raw["intermediate_size"] + raw["hidden_size"])

@@ -36,14 +36,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["mistral-window", "opt-post-norm", "gemma3"])
+@pytest.fixture(scope="module", params=["mistral-window", "opt-post-norm", "gemma3", "qwen3.5"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(engine with small steps, reference model)"""
     path = tmp_path_factory.mktemp(request.param)
     reference = make_checkpoint(KINDS[request.param], path)
     tiny = Path(__file__).parents[2] / "models" / "argosy-tiny"
     (path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
-    llm = LLM(str(path), **EXACT, **MATRYOSHKA, max_num_batched_tokens=48, num_gpu_blocks_override=128)
+    llm = LLM(
+        str(path),
+        **EXACT,
+        **MATRYOSHKA,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=128,
+        mamba_block_size=16,
+    )
     yield llm, reference
     llm.close()
 

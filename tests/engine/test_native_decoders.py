@@ -3,6 +3,7 @@ over a prefix cache, and preempted."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.errors import ConfigError
+from argosy_engine.layers.mlp import SparseMLP
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config, parse_config
+from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.sizing.kv_cache_sizing import used_elements
 from deepseek_shapes import DEEPSEEK_SHAPES, EXPANDED
-from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS
+from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS, PARTIAL_ROPE, TEMPERATURE
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config, write_checkpoint
@@ -52,6 +56,71 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
     assert served(reference, tmp_path, model_impl="argosy").kind == "refused"
 
 
+_KINDS = ["sliding_attention", "full_attention"] * 2
+_EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ernie4_5_moe", {}, {"moe_norm_min": 0.9}),
+    ("ernie4_5_moe", {}, {"num_experts_per_tok": 3}),
+    ("ernie4_5_moe", {}, {"num_experts_per_tok": 3, "moe_k": None}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
+    ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("mistral", {"sliding_window": 20}, {"layer_types": _KINDS}),
+    ("olmoe", {}, {"sliding_window": 20}),
+    ("smollm3", {"sliding_window": 20}, {"layer_types": _KINDS}),
+    ("smollm3", {}, {"no_rope_layers": [1, 0, 0, 1, 0, 0]}),
+]
+"""Model types, fields of their models, and what config.json says otherwise; ...: it has no such field."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model_type", "fields", "edits"), _EDITED, ids=[f"{each[0]}-{i}" for i, each in enumerate(_EDITED)]
+)
+def test_config_files_mean_what_they_mean_to_transformers(
+    model_type: str, fields: dict[str, Any], edits: dict[str, Any], tmp_path: Path
+) -> None:
+    """Fields that its config classes do not write, or that contradict others."""
+    write_checkpoint(model_type, tmp_path, **fields)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text()) | edits
+    file.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    assert served(reference.eval(), tmp_path)[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("name", ["n_group", "topk_group"])
+def test_zero_groups_of_experts_are_refused(name: str) -> None:
+    raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
+    with pytest.raises(ConfigError, match=">= 1"):
+        parse_config(raw, {}, {})
+
+
+@pytest.mark.timeout(20)
+def test_a_plan_takes_no_time_for_the_order_of_rows() -> None:
+    """Sizes come from config.json alone until the plan is held against the checkpoint."""
+    raw = small_config("glm4", num_attention_heads=4096, num_key_value_heads=4096, head_dim=2048).to_dict()
+    raw |= {"num_hidden_layers": 8, "architectures": ["Glm4ForCausalLM"]}
+    with torch.inference_mode():
+        plan = plan_weights(parse_config(raw, {}, {}), torch.bfloat16)
+    assert plan.shapes["model.layers.7.self_attn.q_proj.weight"] == (4096 * 2048, 64)
+
+
+def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As ERNIE 4.5 calls them."""
+    reference = write_checkpoint("ernie4_5_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = {
+        "model.mtp_block.0.self_attn.q_proj.weight": torch.ones(96, 64),
+        "model.mtp_emb_norm.0.weight": torch.ones(64),
+        "model.mtp_hidden_norm.0.weight": torch.ones(64),
+        "model.mtp_linear_proj.0.weight": torch.ones(64, 128),
+    }
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("dots1", {**GROUPS, "attention_bias": True}, True),
     ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}, False),
@@ -64,13 +133,16 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("gpt_oss", {}, True),
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
+    ("helium", {"attention_bias": True, "mlp_bias": True}, False),
     ("minimax_m2", {"rotary_dim": 12}, False),
     ("minimax_m2", {}, True),
-    ("ministral3", LLAMA_SHAPES[26][1], False),
+    ("ministral3", TEMPERATURE, False),
     ("olmo2", {"attention_bias": True}, False),
-    ("phi3", LLAMA_SHAPES[37][1], False),
+    ("phi3", PARTIAL_ROPE, False),
     ("qwen2_moe", {}, False),
     ("qwen2_moe", {}, True),
+    ("solar_open", {**GROUPS, "attention_bias": True}, False),
+    ("solar_open", {"n_shared_experts": 2}, True),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
 
@@ -87,6 +159,7 @@ def test_ranks_compute_what_one_process_computes(
     reference = write_checkpoint(model_type, tmp_path, **fields)
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS])).logits[0]
+    assert expected.std(dim=0).mean() > 0.05, "the positions would not matter"
     ranks = run_threads(
         size, lambda group: logits_of(tmp_path, group, Sharding(group.rank, size, has_whole_experts))
     )
@@ -116,3 +189,22 @@ def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) ->
             assert ours == expected, name
             num_compared += 1
     assert num_compared > 20
+
+
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "solar_open"]
+)
+def test_routers_compute_in_float32_where_those_of_transformers_do(model_type: str, tmp_path: Path) -> None:
+    """Of bfloat16's logits near each other another one may be the largest."""
+    write_checkpoint(model_type, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = [name for name in stored if name.endswith("gate.weight")]
+    loaded = load_model(
+        tmp_path, load_model_config(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"),
+        attention_backend="torch", max_positions=64, load_format="auto", seed=0,
+    )  # fmt: skip
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    routers = [each.mlp.router for each in loaded.model.layers if isinstance(each.mlp, SparseMLP)]  # type: ignore[attr-defined]
+    assert len(routers) == len(names) > 0
+    for name, router in zip(sorted(names), routers, strict=True):
+        torch.testing.assert_close(router(x), x.float() @ stored[name].T, atol=1e-5, rtol=1e-5)

@@ -119,7 +119,9 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [None, 0, 1])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe", "gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "qwen3-moe", "gemma3", "mistral3", "qwen3-next", "qwen3.5"]
+)
 def test_a_model_gets_the_tensors_of_the_files(
     name: str, rank: int | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:

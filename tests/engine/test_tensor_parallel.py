@@ -35,6 +35,8 @@ from random_checkpoints import KINDS, make_checkpoint
 from served_engine import SERVE_TINY
 from thread_ranks import run_threads
 from thread_workers import thread_workers
+from transformers_checkpoints import write_checkpoint
+from transformers_sweep import served
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -306,3 +308,13 @@ def test_workers_wake_up_together_or_stay_asleep() -> None:
         llm.wake_up()
         (after,) = llm.generate([prompt], greedy, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_two_workers_share_layers_with_states(tmp_path: Path) -> None:
+    """Batched, in chunks over the prefix cache, and preempted."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    reference = write_checkpoint("qwen3_5_moe_text", tmp_path, **sizes, linear_value_head_dim=32)
+    found = served(reference, tmp_path, model_impl="argosy", tensor_parallel_size=2)
+    assert found[:2] == ("served", "")
+    assert found.preemptions
+    assert found.cached_tokens

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.models.config_file import load_model_config
 from model_types.__main__ import row_of
 from transformers_checkpoints import MODEL_TYPES, WRAPPER_TYPES
 from transformers_sweep import outcome
@@ -19,6 +21,8 @@ REFUSED = {
     "xglm": "cannot be followed",  # attention that does not go through transformers' interface
 }
 """Types that are not served, and what the refusal says."""
+HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Types with states that our own code computes as well."""
 
 
 def test_the_list_has_80_types() -> None:
@@ -42,3 +46,12 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     else:
         assert found[:2] == ("served", "")
         assert found.cached_tokens
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_our_own_code_computes_hybrids(model_type: str, tmp_path: Path) -> None:
+    found = outcome(model_type, tmp_path, model_impl="argosy")
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
+    assert found.preemptions
+    assert not isinstance(load_model_config(tmp_path), TransformersConfig), "our own code is what serves it"

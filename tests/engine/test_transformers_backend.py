@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def helium(tmp_path: Path) -> Path:
-    """A checkpoint of an architecture that is not ours."""
-    write_checkpoint("helium", tmp_path)
+def foreign(tmp_path: Path) -> Path:
+    """A checkpoint of an architecture that is not ours: Arcee's MLP has no gate."""
+    write_checkpoint("arcee", tmp_path)
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_impl": "argosy"}, "HeliumForCausalLM is not supported; there is: DeepseekV2ForCausalLM"),
+        ({"model_impl": "argosy"}, "ArceeForCausalLM is not supported; there is: DeepseekV2ForCausalLM"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"quantization": "fp8"}, "without the flag"),
         ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),
@@ -102,23 +102,23 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
     ],
 )  # fmt: skip
 def test_flags_that_do_not_work_with_it_are_refused(
-    flags: dict[str, Any], message: str, helium: Path
+    flags: dict[str, Any], message: str, foreign: Path
 ) -> None:
-    assert message in refusal(helium, **flags)
+    assert message in refusal(foreign, **flags)
 
 
 @pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_it_runs_on_one_device(flag: str, helium: Path) -> None:
+def test_it_runs_on_one_device(flag: str, foreign: Path) -> None:
     with pytest.raises(
         ConfigError, match="-parallel-size 2: transformers' modelling code runs on one device"
     ):
-        check_model(EngineArgs.of(model=str(helium), **{flag: 2}))
+        check_model(EngineArgs.of(model=str(foreign), **{flag: 2}))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Helium"}}, "that is never done"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Arcee"}}, "that is never done"),
         ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM is not supported: transformers"),
         ({"model_type": "unheard-of"}, "no model_type 'unheard-of'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 exceeds 4096"),
@@ -128,9 +128,9 @@ def test_it_runs_on_one_device(flag: str, helium: Path) -> None:
         ({"vocab_size": 299}, "has in another shape "),
     ],
 )
-def test_malformed_configs_are_refused(fields: dict[str, Any], message: str, helium: Path) -> None:
-    edit(helium, **fields)
-    assert message in refusal(helium)
+def test_malformed_configs_are_refused(fields: dict[str, Any], message: str, foreign: Path) -> None:
+    edit(foreign, **fields)
+    assert message in refusal(foreign)
 
 
 def test_rope_that_depends_on_the_longest_request_serves_the_original_length(tmp_path: Path) -> None:
@@ -142,23 +142,23 @@ def test_rope_that_depends_on_the_longest_request_serves_the_original_length(tmp
 
 
 def test_without_transformers_the_refusal_names_the_extra(
-    helium: Path, monkeypatch: pytest.MonkeyPatch
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers_config, "MIN_VERSION", (99, 0))
-    assert "transformers 99.0 or later, and " in refusal(helium)
-    assert "pip install 'argosy[transformers]'" in refusal(helium)
+    assert "transformers 99.0 or later, and " in refusal(foreign)
+    assert "pip install 'argosy[transformers]'" in refusal(foreign)
 
 
-def test_an_architecture_that_is_misunderstood_is_refused(helium: Path) -> None:
+def test_an_architecture_that_is_misunderstood_is_refused(foreign: Path) -> None:
     """As if what a model asks attention for had been read wrongly."""
-    config = complete_config(load_model_config(helium))
+    config = complete_config(load_model_config(foreign))
     assert isinstance(config, TransformersConfig)
     for change in ({"scale": 0.3}, {"sliding_window": 20}, {"logit_softcap": 2.0}):
         layers = tuple(msgspec.structs.replace(layer, **change) for layer in config.attention)
         wrong = msgspec.structs.replace(config, attention=layers)
         with torch.inference_mode():
             model, _ = load_transformers(
-                helium, wrong, TorchBackend(torch.float32), dtype=torch.float32, device=CPU, seed=None
+                foreign, wrong, TorchBackend(torch.float32), dtype=torch.float32, device=CPU, seed=None
             )
             with pytest.raises(
                 ConfigError, match="logits differ from those with transformers' own attention"
@@ -207,17 +207,19 @@ def test_a_stored_head_that_is_not_the_embedding_is_used(tmp_path: Path) -> None
     assert tokens == logits.argmax(-1).tolist()
 
 
-def test_dummy_weights_follow_the_seed(helium: Path) -> None:
-    client = InprocClient(EngineArgs.of(model=str(helium), load_format="dummy", seed=4, **EXACT))
-    again = InprocClient(EngineArgs.of(model=str(helium), load_format="dummy", seed=4, **EXACT))
-    other = InprocClient(EngineArgs.of(model=str(helium), load_format="dummy", seed=5, **EXACT))
+def test_dummy_weights_follow_the_seed(foreign: Path) -> None:
+    client = InprocClient(EngineArgs.of(model=str(foreign), load_format="dummy", seed=4, **EXACT))
+    again = InprocClient(EngineArgs.of(model=str(foreign), load_format="dummy", seed=4, **EXACT))
+    other = InprocClient(EngineArgs.of(model=str(foreign), load_format="dummy", seed=5, **EXACT))
     assert client.config.model_fingerprint == again.config.model_fingerprint
     assert client.config.model_fingerprint != other.config.model_fingerprint
 
 
-def test_doctor_sizes_the_cache_as_the_engine_does(helium: Path) -> None:
-    args = EngineArgs.of(model=str(helium), **EXACT, num_gpu_blocks_override=20)
-    (helium / "tokenizer.json").write_bytes((resolve_model("builtin://tiny") / "tokenizer.json").read_bytes())
+def test_doctor_sizes_the_cache_as_the_engine_does(foreign: Path) -> None:
+    args = EngineArgs.of(model=str(foreign), **EXACT, num_gpu_blocks_override=20)
+    (foreign / "tokenizer.json").write_bytes(
+        (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
+    )
     found = diagnose(args, DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
     assert found.budget is not None
     client = InprocClient(args)

@@ -77,7 +77,7 @@ OURS = (
     "llava_onevision",
     "mistral3",
 )
-OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "smolvlm")
 ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
     "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones
@@ -211,7 +211,7 @@ def test_the_log_says_that_the_text_part_is_served(tmp_path: Path, caplog: pytes
     )
 
 
-@pytest.mark.parametrize("model_type", ["glm4v", "mistral3"])
+@pytest.mark.parametrize("model_type", ["glm_ocr", "mistral3"])
 @pytest.mark.parametrize("field", ["text_config", "vision_config"])
 def test_counts_have_a_bound(model_type: str, field: str, tmp_path: Path) -> None:
     write_checkpoint(model_type, tmp_path)
@@ -235,7 +235,7 @@ def test_counts_have_a_bound(model_type: str, field: str, tmp_path: Path) -> Non
 def test_malformed_configs_are_refused(
     change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
 ) -> None:
-    write_checkpoint("glm4v", tmp_path)
+    write_checkpoint("glm_ocr", tmp_path)
     edit(tmp_path, change)
     assert message in refusal(tmp_path)
 
@@ -251,7 +251,7 @@ def test_malformed_configs_are_refused(
 def test_flags_that_do_not_work_with_it_are_refused(
     flags: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write_checkpoint("glm4v", tmp_path)
+    write_checkpoint("glm_ocr", tmp_path)
     assert message in refusal(tmp_path, **flags)
 
 
@@ -404,7 +404,7 @@ def test_fields_of_the_text_part_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_fields_that_transformers_reads_can_be_overridden(tmp_path: Path) -> None:
-    write_checkpoint("helium", tmp_path)
+    write_checkpoint("arcee", tmp_path)
 
     def overridden(**fields: Any) -> Any:
         return load_model_config(tmp_path, ModelUse(hf_overrides=HfOverrides.of(fields)))
@@ -444,7 +444,7 @@ def test_doctor_counts_the_text_part_only(model_type: str, model_impl: str, tmp_
 
 
 def test_a_load_by_transformers_tells_how_far_it_is(tmp_path: Path) -> None:
-    write_checkpoint("glm4v", tmp_path)
+    write_checkpoint("glm_ocr", tmp_path)
     config = complete_config(load_model_config(tmp_path))
     assert isinstance(config, TransformersConfig)
     backend, shares = TorchBackend(torch.float32), []

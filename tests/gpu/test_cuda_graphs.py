@@ -1,5 +1,6 @@
 """CUDA graphs of decode steps, with an API that calls the captured function again instead of replaying kernels."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,31 @@ def test_an_engine_generates_the_same_with_graphs(monkeypatch: pytest.MonkeyPatc
     assert {*graphs.replays} == {4, 2, 1}  # 3 requests are padded to 4; then 2, then 1 are left
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_queries_grow_with_their_positions_in_graphs_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = write_shallow_model(tmp_path / "shallow")
+    config = json.loads((model / "config.json").read_text())
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2,
+        "llama_4_scaling_beta": 8.0,
+    }
+    for name in ("layer_types", "sliding_window", "rope_scaling"):
+        config.pop(name, None)
+    config |= {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": rope,
+        "max_position_embeddings": 128,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    expected = generate(model, monkeypatch, None)
+    assert generate(model, monkeypatch, RerunGraphs()) == expected
+
+
 class Steps:
     """Steps of up to 6 requests over a toy model that reads every tensor of a step."""
 
@@ -115,6 +141,21 @@ def test_a_replay_reads_the_step_it_is_called_for() -> None:
         expected = [[n, n - 1, 16 * n + n - 1, n, n] for n in lengths.values()]
         assert ran[0].tolist() == expected
     assert api.replays == [4, 2]
+
+
+def test_what_layers_share_is_derived_from_the_step_of_each_replay() -> None:
+    steps = Steps(RerunGraphs())
+
+    def forward(tensors: StepTensors) -> torch.Tensor:
+        meta = tensors.inputs.meta
+        return meta.shared.setdefault("doubled", meta.positions.float().unsqueeze(1) * 2)
+
+    steps.graphs = DecodeGraphs(steps.inputs, forward, RerunGraphs())
+    assert steps.graphs.capture([2])
+    for length in (3, 9):
+        ran = steps.graphs.run(steps.step({f"of {length}": length}))
+        assert ran is not None
+        assert ran[0][-1].tolist() == [2 * (length - 1)]
 
 
 def test_steps_of_other_shapes_run_eagerly() -> None:

@@ -9,7 +9,7 @@ import transformers
 from argosy_engine.layers import triton_layer_kernels
 from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import fused_moe
+from argosy_engine.triton_kernels import fused_moe, gated_delta_net
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -24,7 +24,7 @@ def config_of(name, path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt2", "qwen3.5"])
 def test_our_kernels_pass(name, dtype, tmp_path):
     assert layer_self_test(config_of(name, tmp_path), dtype, CPU) is None
 
@@ -81,6 +81,12 @@ def test_a_wrong_activation_is_found(name, monkeypatch, tmp_path):
 def test_wrong_experts_are_found(monkeypatch, tmp_path):
     monkeypatch.setattr(fused_moe, "fused_moe", scaled(fused_moe.fused_moe))
     assert "experts are wrong by" in layer_self_test(config_of("qwen3-moe", tmp_path), torch.bfloat16, CPU)
+
+
+def test_a_wrong_gated_delta_net_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(gated_delta_net, "gated_delta_net", scaled(gated_delta_net.gated_delta_net))
+    config = config_of("qwen3.5", tmp_path)
+    assert "Gated DeltaNet is wrong by" in layer_self_test(config, torch.bfloat16, CPU)
 
 
 def test_a_kernel_that_fails_is_a_reason(monkeypatch, tmp_path):

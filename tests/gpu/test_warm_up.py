@@ -95,7 +95,7 @@ def test_requests_launch_no_other_variants(runner: ModelRunner, args: EngineArgs
 @pytest.fixture(scope="module")
 def compilations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Compilations and launches of models, before and after the warm-up ended."""
-    kinds = ("qwen2-window", "qwen3-moe")
+    kinds = ("qwen2-window", "qwen3-moe", "qwen3.5")
     paths = [tmp_path_factory.mktemp(kind) for kind in kinds]
     for kind, path in zip(kinds, paths, strict=True):
         make_checkpoint(KINDS[kind], path)
@@ -110,7 +110,7 @@ def compilations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(kinds, map(json.loads, done.stdout.splitlines()[-len(kinds) :]), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe", "qwen3.5"])
 def test_nothing_is_compiled_after_it(kind: str, compilations: dict[str, Any]) -> None:
     counts = compilations[kind]
     assert counts["warmed"]["compiled"] > 10

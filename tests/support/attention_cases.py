@@ -10,8 +10,12 @@ import numpy as np
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights
+from argosy_engine.attention.kv_cache_spec import RecurrentStateSpec
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
+from argosy_engine.models.registry import CausalLM
+from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
+from argosy_engine.worker.step_inputs import with_groups
 
 Span = tuple[int, int]
 """First and end (exclusive) position of the tokens that a request computes."""
@@ -78,6 +82,30 @@ def model_inputs(token_ids: list[int], start: int, tables: torch.Tensor, block_s
         positions=torch.arange(start, end),
         meta=attention_metadata([(start, end)], tables, block_size),
     )
+
+
+def sequence_inputs(
+    model: CausalLM, token_ids: list[int], start: int, num_tokens: int, block_size: int
+) -> ModelInputs:
+    """Return a step of one request of `num_tokens` tokens, as `model_inputs`, for a model that `bind_sequence` has
+    bound, with any KV cache groups."""
+    groups, count = layer_groups(model, block_size), -(-num_tokens // block_size)
+    end = start + len(token_ids)
+    metas = []
+    for index, group in enumerate(groups):
+        has_states = isinstance(group.spec, RecurrentStateSpec)
+        table = torch.ones(count) if has_states else torch.arange(count) + count * index
+        metas.append(attention_metadata([(start, end)], table.int().unsqueeze(0), block_size))
+    return ModelInputs(
+        token_ids=torch.tensor(token_ids), positions=torch.arange(start, end), meta=with_groups(metas)
+    )
+
+
+def bind_sequence(model: CausalLM, num_tokens: int, block_size: int) -> None:
+    """Give a model the KV cache and the states of one request."""
+    groups = layer_groups(model, block_size)
+    num_blocks = len(groups) * -(-num_tokens // block_size)
+    bind_kv_cache(model, groups, num_blocks, block_size, torch.device("cpu"), num_states=2)
 
 
 @dataclass(frozen=True, slots=True)

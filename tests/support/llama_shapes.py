@@ -12,6 +12,23 @@ MULTIPLIERS = {
     "logits_scaling": 2.5,
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+TEMPERATURE = {
+    "rope_parameters": {
+        **_YARN,
+        "original_max_position_embeddings": 48,
+        "llama_4_scaling_beta": 0.7,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+}
+"""Of Ministral 3: queries that grow with their position."""
+PARTIAL_ROPE = {
+    "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 1e4, "rope_type": "default"},
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+    "hidden_size": 128,
+}
+"""Of Phi-3: a part of each head is rotated."""
 _KINDS = ["sliding_attention", "full_attention"] * 2
 LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("dots1", {}),
@@ -38,10 +55,12 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("granite", {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("granitemoe", MULTIPLIERS),
     ("granitemoe", {"num_experts_per_tok": 1, "attention_bias": True}),
+    ("helium", {}),
+    ("helium", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("helium", {"rope_parameters": _YARN}),
     ("minimax_m2", {}),
     ("minimax_m2", {"rotary_dim": 12, "num_experts_per_tok": 4}),
-    ("ministral3", {"rope_parameters": {**_YARN, "original_max_position_embeddings": 48, "llama_4_scaling_beta": 0.7,
-                                        "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("ministral3", TEMPERATURE),
     ("ministral3", {"sliding_window": 20}),
     ("mixtral", {}),
     ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 3, "tie_word_embeddings": True, "head_dim": 20}),
@@ -54,8 +73,7 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 8}),
     ("phi3", {}),
-    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 1e4, "rope_type": "default"},
-              "sliding_window": 20, "tie_word_embeddings": True, "hidden_size": 128}),
+    ("phi3", PARTIAL_ROPE),
     ("qwen2_moe", {}),
     ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False, "use_sliding_window": False}),
     ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 40}),
@@ -64,5 +82,9 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 20,
                  "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    ("solar_open", {}),
+    ("solar_open", {**GROUPS, "attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 2}),
+    ("solar_open", {"tie_word_embeddings": True, "rope_parameters": _YARN, "num_experts_per_tok": 3,
+                    "mlp_bias": True}),  # which it does not know
 ]  # fmt: skip
 """Model types, with fields of their configs besides those of `small_config`."""

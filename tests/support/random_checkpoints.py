@@ -40,6 +40,17 @@ _MOE = {
     "moe_intermediate_size": 48,
     "tie_word_embeddings": False,
 }
+_HYBRID = {
+    **_MOE,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 _GEMMA = {**_LLAMA, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
 _MLA = {
     **_COMMON,
@@ -72,6 +83,7 @@ class Kind:
 
     Attributes:
         matters: changes of config.json that must change the logits, which shows that the model reads these fields.
+        tolerance: of logits. The triangular systems that transformers solves in float32 round more than our rule does.
     """
 
     config: str
@@ -80,6 +92,7 @@ class Kind:
     matters: tuple[dict[str, Any], ...] = ()
     is_sharded: bool = False
     reference: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-4
 
 
 KINDS = {
@@ -199,6 +212,28 @@ KINDS = {
         {**_MLA, "qk_rope_head_dim": 16, "v_head_dim": 24},
         ({"routed_scaling_factor": 1.0},),
     ),
+    "qwen3-next": Kind(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_HYBRID, "mlp_only_layers": [1], "attention_bias": True, "rope_parameters": _PARTIAL_ROPE},
+        (
+            {"norm_topk_prob": False},
+            {"rope_parameters": {**_PARTIAL_ROPE, "partial_rotary_factor": 0.5}},
+            {"num_experts_per_tok": 3},
+        ),
+        is_sharded=True,
+        tolerance=1e-3,
+    ),
+    "qwen3.5": Kind(
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {**_HYBRID, "rope_parameters": _PARTIAL_ROPE, "tie_word_embeddings": True},
+        ({"rope_parameters": {**_PARTIAL_ROPE, "rope_theta": 100.0}}, {"rms_norm_eps": 0.1}),
+        tolerance=1e-3,
+    ),
+    "qwen3.5-moe": Kind(
+        "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _HYBRID, is_sharded=True, tolerance=1e-3
+    ),
     "gemma3": Kind(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -231,7 +266,9 @@ def make_checkpoint(kind: Kind, path: Path) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith("A_log"):  # at random, and up to where nothing is left of a state
+                parameter.copy_(noise)
+            elif parameter.ndim == 1:
                 parameter.add_(noise * 0.05)
             else:
                 # Small embeddings: with a large tied embedding the model would only repeat its input.

@@ -9,15 +9,16 @@ from typing import Literal
 import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
+from argosy_engine.checkpoint.stored_tensors import with_stored_experts
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model, plan_weights
-from attention_cases import model_inputs
+from attention_cases import bind_sequence, sequence_inputs
 from thread_ranks import ThreadCommunicator
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-TOKENS = [random.Random(5).randrange(2, 300) for _ in range(70)]
+TOKENS = random.Random(5).choices(range(2, 300), k=70)
 
 
 def logits_of(
@@ -42,12 +43,12 @@ def logits_of(
         sharding=sharding,
         communicator=communicator,
     )
-    assert loaded.elements == plan_weights(config, torch.float32, sharding).elements
-    num_blocks = -(-len(TOKENS) // BLOCK_SIZE)
-    for layer in loaded.model.attention_layers:
-        layer.bind(torch.zeros(layer.kv_cache_shape(num_blocks, BLOCK_SIZE)))
+    planned = config if load_format == "dummy" else with_stored_experts(path, config)
+    assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements
+    model, count = loaded.model, len(TOKENS)
+    bind_sequence(model, count, BLOCK_SIZE)
     steps = []
-    for start, stop in ((0, len(TOKENS) - 1), (len(TOKENS) - 1, len(TOKENS))):
-        inputs = model_inputs(TOKENS[start:stop], start, torch.arange(num_blocks).unsqueeze(0), BLOCK_SIZE)
-        steps.append(loaded.model.logits(loaded.model.forward(inputs)))
+    for start, stop in ((0, count - 1), (count - 1, count)):
+        inputs = sequence_inputs(model, TOKENS[start:stop], start, count, BLOCK_SIZE)
+        steps.append(model.logits(model.forward(inputs)))
     return torch.cat(steps)

@@ -100,7 +100,8 @@ def runner_of(path: Path, args: EngineArgs) -> ModelRunner:
         load_format="dummy", seed=0,
     ).model  # fmt: skip
     return ModelRunner(
-        model, config, num_blocks=4, block_size=16, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
+        model, config, num_states=2,
+        num_blocks=4, block_size=16, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
         max_model_len=LENGTH, device=cpu, runtime=CheckedRuntime(),
         sampling=SamplerOptions(vocab_size=config.vocab_size, kind="kernels"),
     )  # fmt: skip

@@ -174,7 +174,12 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             config,
             device,
             groups=planned_groups(
-                config, 1 if args.has_fp8_kv_cache else itemsize, args.block_size, ranks, stages
+                config,
+                1 if args.has_fp8_kv_cache else itemsize,
+                args.block_size,
+                ranks,
+                stages,
+                state_itemsize=itemsize,
             ),
             weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
             activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),

@@ -69,6 +69,8 @@ class StateRows(NamedTuple):
     """int64 [R]: blocks of the states before the step; of requests that begin, any."""
     targets: torch.Tensor
     """int64 [R]: blocks of the states after it."""
+    begins: torch.Tensor
+    """bool [R]: whether a request has no state yet."""
 
 
 class StateLayer:
@@ -77,9 +79,9 @@ class StateLayer:
     def __init__(self, params: StateParams, dtype: torch.dtype) -> None:
         self.params = params
         self._dtype = dtype
-        self._states: list[torch.Tensor] = []
-        """Each [num_states, *shape]."""
-        self._block_size = 1
+        self.states: list[torch.Tensor] = []
+        """Each [num_states, *shape], once they are bound."""
+        self.block_size = 1
         self.group = 0
         """Index of its KV cache group."""
 
@@ -96,7 +98,7 @@ class StateLayer:
 
     def bind(self, states: Sequence[torch.Tensor], block_size: int, group: int = 0) -> None:
         """Let the layer keep states in these tensors, [num_states, *shape], in the blocks of this KV cache group."""
-        self._states, self._block_size, self.group = list(states), block_size, group
+        self.states, self.block_size, self.group = list(states), block_size, group
 
     def rows(self, meta: AttentionMetadata) -> StateRows:
         """Return where the states of a step's requests are, which all layers of a group share."""
@@ -106,18 +108,20 @@ class StateLayer:
             lens = meta.seq_lens_cpu.astype(np.int64)
             computed = lens - np.diff(meta.query_start_loc_cpu)
             rows = np.arange(len(lens))
-            entries = [np.maximum(ends - 1, 0) // self._block_size for ends in (computed, lens)]
+            entries = [np.maximum(ends - 1, 0) // self.block_size for ends in (computed, lens)]
             device = meta.block_table.device
-            index = [torch.from_numpy(each).to(device) for each in (rows, *entries)]
-            sources, targets = (meta.block_table[index[0], each].long() for each in index[1:])
-            found = meta.shared[StateRows] = StateRows(sources, targets)
+            row, *places, begins = (
+                torch.from_numpy(each).to(device) for each in (rows, *entries, computed == 0)
+            )
+            sources, targets = (meta.block_table[row, each].long() for each in places)
+            found = meta.shared[StateRows] = StateRows(sources, targets, begins)
         return found
 
     def load(self, blocks: torch.Tensor) -> list[torch.Tensor]:
         """Return copies of states, each [len(blocks), *shape]."""
-        return [states.index_select(0, blocks) for states in self._states]
+        return [states.index_select(0, blocks) for states in self.states]
 
     def store(self, blocks: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """Write states, each [len(blocks), *shape]."""
-        for own, new in zip(self._states, states, strict=True):
+        for own, new in zip(self.states, states, strict=True):
             own.index_copy_(0, blocks, new.to(own.dtype))

@@ -50,6 +50,11 @@ class AttentionMetadata:
             self.shared["max_query_len"] = found
         return found
 
+    def forget(self) -> None:
+        """Drop what has been derived: it is derived again, from what the tensors then hold."""
+        for each in (self, *self.groups):
+            each.shared.clear()
+
     def of_group(self, index: int) -> AttentionMetadata:
         """Return the metadata of a KV cache group, for its layers."""
         return self.groups[index] if self.groups else self

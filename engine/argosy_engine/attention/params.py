@@ -132,6 +132,16 @@ class StateTensor(Struct, frozen=True):
     """Of one request."""
     dtype: Literal["model", "float32"]
     """`model`: the dtype that the model computes in."""
+    divided_dim: int | None = None
+    """Dimension that tensor-parallel ranks divide among them; None: the layer is not divided."""
+
+    def of_rank(self, tensor_parallel_size: int) -> StateTensor:
+        """Return one rank's part."""
+        if self.divided_dim is None:
+            return self
+        shape = list(self.shape)
+        shape[self.divided_dim] //= tensor_parallel_size
+        return msgspec.structs.replace(self, shape=tuple(shape))
 
     def num_bytes(self, itemsize: int) -> int:
         return prod(self.shape) * (4 if self.dtype == "float32" else itemsize)
@@ -142,6 +152,10 @@ class StateParams(Struct, frozen=True):
 
     tensors: tuple[StateTensor, ...]
 
+    def of_rank(self, tensor_parallel_size: int) -> StateParams:
+        """Return what the layer keeps on one of several tensor-parallel ranks."""
+        return StateParams(tuple(tensor.of_rank(tensor_parallel_size) for tensor in self.tensors))
+
     def kv_cache_spec(self, itemsize: int) -> RecurrentStateSpec:
         """Return what the layer keeps per request.
 
@@ -149,3 +163,44 @@ class StateParams(Struct, frozen=True):
             itemsize: bytes per element of the model's dtype.
         """
         return RecurrentStateSpec(sum(tensor.num_bytes(itemsize) for tensor in self.tensors))
+
+
+class DeltaNetParams(Struct, frozen=True, kw_only=True):
+    """Constants of a Gated DeltaNet (arXiv 2412.06464): heads with the gated delta rule, behind a short convolution."""
+
+    num_key_heads: int
+    """Of queries, too."""
+    num_value_heads: int
+    """A multiple of `num_key_heads`: so many consecutive ones share queries and keys."""
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: of all queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_values
+
+    @property
+    def num_values(self) -> int:
+        """Elements of the values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state(self) -> StateParams:
+        """The last inputs of the convolution, [kernel_size - 1, num_channels], and the heads' states."""
+        return StateParams(
+            (
+                StateTensor((self.kernel_size - 1, self.num_channels), "model", divided_dim=1),
+                StateTensor((self.num_value_heads, self.key_dim, self.value_dim), "float32", divided_dim=0),
+            )
+        )
+
+    def of_rank(self, tensor_parallel_size: int) -> DeltaNetParams:
+        """Return the constants of the heads that one of several tensor-parallel ranks computes."""
+        return msgspec.structs.replace(
+            self,
+            num_key_heads=self.num_key_heads // tensor_parallel_size,
+            num_value_heads=self.num_value_heads // tensor_parallel_size,
+        )

@@ -1,4 +1,5 @@
-"""What a checkpoint stores where its config says otherwise, found without torch: its output head, and what is missing.
+"""What a checkpoint stores where its config says otherwise or nothing, found without torch: its output head, how its
+experts are stored, and what is missing.
 
 Many checkpoints whose config ties the output head to the embedding store both. In some the stored head is another
 matrix, because the model was trained or merged with a head of its own; transformers then takes the stored head, and so
@@ -17,6 +18,7 @@ import msgspec
 
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors
 
@@ -56,6 +58,23 @@ def with_stored_head(path: Path, config: Config) -> Config:
         "used, as transformers does"
     )
     return msgspec.structs.replace(config, tie_word_embeddings=False)
+
+
+def with_stored_experts(path: Path, config: Config) -> Config:
+    """Return the config of a checkpoint on disk, with stacked experts if it stores them so and its family may.
+
+    Raises:
+        ConfigError: a file is missing or malformed.
+    """
+    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
+    if experts is None or experts.names.or_stacked is None:
+        return config
+    names, (gate_up, _) = experts.names, experts.names.or_stacked
+    end = f".{experts.mlp}{names.experts}{gate_up}"
+    if not any(name.endswith(end) for shard in read_shards(path) for name in shard.tensors):
+        return config
+    names = msgspec.structs.replace(names, stacked=names.or_stacked, or_stacked=None)
+    return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
 
 
 def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None:

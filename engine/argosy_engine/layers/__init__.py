@@ -12,6 +12,7 @@
     quantization           choice between these
     mlp                    gated MLPs and mixtures of experts, as a model sees them
     experts                the experts' weighted sum, and what computes it
+    delta_net              Gated DeltaNets between their projections, and what computes them
     token_exchange         tokens of all engine cores, for experts that they share
 
     layer_kernels          what computes norms and activations

@@ -14,15 +14,22 @@ import torch
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
 from argosy_engine.attention.latent import LatentAttention, LatentWeights
 from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, LayerParams
+from argosy_engine.attention.params import (
+    AttentionParams,
+    DeltaNetParams,
+    LatentAttentionParams,
+    LayerParams,
+)
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.layers.delta_net import DeltaNet, DeltaNetWeights
 from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding
 from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import (
+    Float32Linear,
     GatedLinear,
     Linear,
     LinearSpec,
@@ -134,6 +141,16 @@ class LayerFactory:
         """
         spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
         return Linear(self._method.load(self.weights, spec))
+
+    def router(
+        self, name: str, num_experts: int, in_features: int, *, bias: bool, in_float32: bool
+    ) -> Linear:
+        """Make the linear layer that chooses experts, of which every rank has the whole."""
+        if not in_float32 or self.dtype is torch.float32:
+            return self.linear({name: num_experts}, in_features, bias=bias, keeps_precision=True)
+        assert not bias
+        weight = self.weights.take_scale(name + ".weight", (num_experts, in_features), is_signed=True)
+        return Float32Linear(linear_kernel(weight, is_traceable=self._compiler is not None))
 
     def column_linear(
         self,
@@ -284,7 +301,9 @@ class LayerFactory:
             else:
                 starts = (0, widths[0], widths[0] + widths[1])
                 outputs = {names[0]: tuple(map(_moved, ranges, starts))}
-        order = None if rope is None else rope.head_order(params.head_dim)
+        order = None
+        if rope is not None and self.device.type != "meta":  # a plan comes before any check of the sizes
+            order = rope.head_order(params.head_dim)
         if order is not None:
             own = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
             rotated, num_all = own.num_heads + own.num_kv_heads, own.num_heads + 2 * own.num_kv_heads
@@ -294,6 +313,48 @@ class LayerFactory:
             )
         spec = LinearSpec(parts, in_features, bias, is_transposed, outputs, order=order)
         return Linear(self._method.load(self.weights, spec))
+
+    def selected_linear(
+        self,
+        parts: Mapping[str, int],
+        outputs: Mapping[str, Sequence[range]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        keeps_precision: bool = False,
+    ) -> Linear:
+        """Make projections of which this rank computes some outputs, in another order than the checkpoint's.
+
+        Args:
+            outputs: of each part, one range after the other.
+        """
+        chosen = {name: tuple(each for each in outputs[name] if each) for name in parts}
+        spec = LinearSpec(parts, in_features, bias, outputs=chosen, keeps_precision=keeps_precision)
+        return Linear(self._method.load(self.weights, spec))
+
+    def delta_net(self, prefix: str, params: DeltaNetParams, eps: float) -> DeltaNet:
+        """Make what a Gated DeltaNet computes between its projections, of which a rank computes its heads.
+
+        Args:
+            prefix: of the layer's tensors.
+            params: of all ranks.
+            eps: of the norm.
+        """
+        keys = params.num_key_heads * params.key_dim
+        q, k, v = map(_moved, self.sharding.delta_net(params), (0, keys, 2 * keys))
+        conv = self.weights.take(
+            prefix + "conv1d.weight", params.num_channels, 1, params.kernel_size, shard=Shard(0, (q, k, v))
+        )
+        heads = Shard(0, (self.sharding.part(params.num_value_heads),))
+        rates, dt_bias = (
+            self.weights.take_scale(prefix + name, params.num_value_heads, heads, is_signed=True)
+            for name in ("A_log", "dt_bias")
+        )
+        norm = self.weights.take_scale(prefix + "norm.weight", params.value_dim, is_signed=True)
+        weights = DeltaNetWeights(conv[:, 0].t().float().contiguous(), rates.exp(), dt_bias, norm, eps)
+        return DeltaNet(
+            params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
+        )
 
     def head_weight(self, name: str, head_dim: int, rope: RopeParameters | None = None) -> torch.Tensor:
         """Return a weight [head_dim] of the elements of heads, in the order of `qkv_linear`."""

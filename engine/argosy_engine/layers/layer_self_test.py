@@ -1,14 +1,19 @@
-"""Self-test of the Triton kernels of norms, gated activations and experts: small inputs of the model's widths, on the
-device, against plain torch in float32. That of attention: `attention.self_test`."""
+"""Self-test of the Triton kernels of norms, gated activations, experts and Gated DeltaNets: small inputs of the model's
+widths, on the device, against plain torch in float32. That of attention: `attention.self_test`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
+from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import DeltaNetParams
+from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.fp8_linear import FP8, MAX_FP8, quantized
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
@@ -25,6 +30,8 @@ _FLOOR = 1e-4
 _ROWS = 5
 _MAX_EXPERTS = 16
 """More would only take memory."""
+_DELTA_TOKENS, _DELTA_BLOCKS = 7, 4
+"""Tokens of two steps, and blocks with states."""
 _EPS = 1e-6
 _FP8_SCALE = 1 / 32
 """Scale of all rows: magnitudes of up to 14 are in range."""
@@ -102,6 +109,19 @@ class _Inputs:
             self._w2 = self._draw(count, hidden, inner) / inner**0.5
             has_biases = experts.names.biases is not None
             self._biases = (self._draw(count, 2 * inner), self._draw(count, hidden)) if has_biases else None
+        self._delta_net: DeltaNetParams | None = getattr(
+            config, "delta_net", None
+        )  # not every family has one
+        if self._delta_net is not None:
+            self._delta_net = params = _fewer_heads(self._delta_net)
+            heads, num_inputs = params.num_value_heads, params.num_channels + params.num_values
+            self._delta_inputs = self._draw(_DELTA_TOKENS, num_inputs), self._draw(_DELTA_TOKENS, 2 * heads)
+            conv, norm = (
+                self._draw(params.kernel_size, params.num_channels),
+                1 + self._draw(params.value_dim) / 4,
+            )
+            rates, dt_bias = self._draw(heads).exp(), self._draw(heads)
+            self._delta_weights = DeltaNetWeights(conv, rates, dt_bias, norm, _EPS)
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
@@ -123,6 +143,9 @@ class _Inputs:
             if isinstance(kernels, TorchLayerKernels):
                 activation = kernels.gated_activations[self._experts.activation]
             yield "experts", [self._run_experts(self._experts, dtype, activation)]
+        if self._delta_net is not None:
+            kernel = TorchDeltaNet if isinstance(kernels, TorchLayerKernels) else TritonDeltaNet
+            yield "Gated DeltaNet", self._run_delta_net(self._delta_net, kernel, dtype)
 
     def _fp8_outputs(
         self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
@@ -144,6 +167,41 @@ class _Inputs:
         for name in kernels.gated_activations:
             activate = kernels.quantized_gated_activation(name, quantization)
             yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
+
+    def _run_delta_net(
+        self,
+        params: DeltaNetParams,
+        kernel: type[TorchDeltaNet] | type[TritonDeltaNet],
+        dtype: torch.dtype,
+    ) -> Outputs:
+        """Compute two steps of two requests, of which one moves to another block; return outputs and states."""
+        state = StateLayer(params.state, dtype)
+        device = self._device
+        shapes = [((_DELTA_BLOCKS, *shape), each) for shape, each in state.tensors]
+        state.bind([torch.zeros(shape, dtype=each, device=device) for shape, each in shapes], _DELTA_TOKENS)
+        run = kernel(params, self._delta_weights)
+        qkvz, ba = (each.to(dtype) for each in self._delta_inputs)
+        outputs, first = [], 0
+        for ends, lens, blocks in (([1, 5], [1, 4], [1, 2]), ([1, 2], [2, 5], [3, 2])):
+            table = torch.tensor([[block] for block in blocks], dtype=torch.int32, device=device)
+            if first:
+                state.states[0][3], state.states[1][3] = state.states[0][1], state.states[1][1]
+            starts, seq_lens = np.array([0, *ends], np.int32), np.array(lens, np.int32)
+            count = ends[-1]
+            meta = AttentionMetadata(
+                num_decodes=1 if not first else 2,
+                query_start_loc=torch.from_numpy(starts).to(device),
+                seq_lens=torch.from_numpy(seq_lens).to(device),
+                positions=torch.zeros(count, dtype=torch.int64, device=device),
+                slot_mapping=torch.zeros(count, dtype=torch.int64, device=device),
+                block_table=table,
+                query_start_loc_cpu=starts,
+                seq_lens_cpu=seq_lens,
+            )
+            rows = slice(first, first + count)
+            outputs.append(run(qkvz[rows], ba[rows], state, meta))
+            first += count
+        return [*outputs, *state.states]
 
     def _run_experts(
         self, spec: ExpertsSpec, dtype: torch.dtype, activation: GatedActivation | None
@@ -167,6 +225,12 @@ class _Inputs:
         }
         separate = SeparateExperts(spec, layers, self._correction)
         return separate(self._x.to(dtype), self._router_logits, slots)
+
+
+def _fewer_heads(params: DeltaNetParams) -> DeltaNetParams:
+    """Return a Gated DeltaNet with as many value heads per key head, and two key heads at most."""
+    shared, count = params.num_value_heads // params.num_key_heads, min(params.num_key_heads, 2)
+    return replace(params, num_key_heads=count, num_value_heads=count * shared)
 
 
 def _smaller(routing: RoutingSpec) -> RoutingSpec:

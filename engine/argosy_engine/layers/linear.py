@@ -104,6 +104,14 @@ class Linear:
         return self._kernel.logits(x)
 
 
+class Float32Linear(Linear):
+    """A linear layer that computes in float32, whatever the dtype of x; so is the result."""
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return super().__call__(x.float())
+
+
 class RowParallelLinear(Linear):
     """A linear layer whose inputs are divided among the ranks; the partial results are summed."""
 

@@ -61,6 +61,7 @@ class SparseMLP:
 
     Args:
         has_router_bias: whether the router's linear layer has a bias.
+        has_float32_router: see `ExpertsConfig`.
         shared: an MLP that all tokens take besides.
         shared_gate: its output is multiplied by the sigmoid of this layer's, [T, 1]; None: by 1.
     """
@@ -71,15 +72,17 @@ class SparseMLP:
         spec: ExpertsSpec,
         *,
         has_router_bias: bool = False,
+        has_float32_router: bool = False,
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
         self.input_quantization: RowQuantization | None = None  # a router's weights keep their precision
-        self.router = factory.linear(
-            {spec.prefix + spec.names.router: spec.num_experts},
+        self.router = factory.router(
+            spec.prefix + spec.names.router,
+            spec.num_experts,
             spec.hidden,
             bias=has_router_bias,
-            keeps_precision=True,
+            in_float32=has_float32_router,
         )
         self.experts = factory.experts(spec)
         self.shared, self.shared_gate = shared, shared_gate
@@ -131,6 +134,7 @@ def sparse_mlp(
         factory,
         spec,
         has_router_bias=experts.has_router_bias,
+        has_float32_router=experts.has_float32_router,
         shared=shared,
         shared_gate=shared_gate,
     )

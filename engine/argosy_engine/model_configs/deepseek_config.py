@@ -177,6 +177,7 @@ def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:
             "groups_per_token": (has_groups and fields["topk_group"]) or 1,
             "group_score": "best" if architecture == _V2 else "best_two",
         },
+        "has_float32_router": True,
         "inner": fields["moe_intermediate_size"],
         "is_sparse": is_sparse,
         "shared_size": fields["moe_intermediate_size"] * (fields["n_shared_experts"] or 0),

@@ -80,6 +80,9 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     """Of one expert, after `experts` and its number."""
     stacked: tuple[str, str] | None = None
     """After `experts`: gate and up of all, [num_experts, 2 * inner, hidden], and down, [num_experts, hidden, inner]."""
+    or_stacked: tuple[str, str] | None = None
+    """The same, of families of which some checkpoints have these and others each expert's (`checkpoint.stored_tensors`
+    finds out); None: all checkpoints are alike."""
     is_transposed: bool = False
     """Whether the last two dimensions of those are exchanged (gpt-oss)."""
     is_interleaved: bool = False
@@ -106,6 +109,8 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     activation: ExpertActivation = "silu"
     names: ExpertNames = ExpertNames()
     has_router_bias: bool = False
+    has_float32_router: bool = False
+    """Whether routers compute in float32 in every dtype: in bfloat16 a few tokens in a hundred get other experts."""
     mlp: str = "mlp."
     """What a sparse MLP is called in its layer."""
     shared_size: Annotated[int, Meta(ge=0, le=1 << 24)] = 0

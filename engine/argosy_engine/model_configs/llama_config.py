@@ -85,6 +85,11 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
+    def differences(cls, raw: RawConfig) -> dict[str, Any]:
+        """Return what is not as in Llama, as `_DIFFERENCES` says it."""
+        return _DIFFERENCES[raw["architectures"][0]](raw)
+
+    @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         architecture = raw["architectures"][0]
         if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -105,7 +110,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "mlp_bias": bool(raw.get("mlp_bias", False)),
             "sliding_windows": (None,) * layer_count(raw),
         }
-        fields |= _DIFFERENCES[architecture](raw)
+        fields |= cls.differences(raw)
         fields.setdefault("output_bias", fields["attention_bias"])
         positions = fields.pop("positions", None) or raw.get("max_position_embeddings", 2048)
         if "rope" not in fields:
@@ -148,9 +153,14 @@ def _llama(raw: RawConfig) -> dict[str, Any]:
 
 
 def _mistral(raw: RawConfig) -> dict[str, Any]:
+    window = raw.get("sliding_window", 4096)
+    if raw.get("layer_types"):  # Ministral 8B, which transformers takes for another model type
+        windows = sliding_windows_of(raw, window, [])
+    else:
+        windows = _all(raw, window)
     return {
         "positions": raw.get("max_position_embeddings", 131072),
-        "sliding_windows": _all(raw, raw.get("sliding_window", 4096)),
+        "sliding_windows": windows,
     }
 
 
@@ -195,7 +205,7 @@ def _qwen3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def _qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
+def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     return tuple(
         index not in dense and step > 0 and (index + 1) % step == 0 for index in range(layer_count(raw))
@@ -215,7 +225,7 @@ def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
                 "normalises": raw.get("norm_topk_prob", False),
             },
             "inner": raw.get("moe_intermediate_size"),
-            "is_sparse": _qwen_sparse(raw),
+            "is_sparse": qwen_sparse(raw),
         },
     }
 
@@ -242,7 +252,7 @@ def _qwen2_moe(raw: RawConfig) -> dict[str, Any]:
                 "normalises": raw.get("norm_topk_prob", False),
             },
             "inner": raw.get("moe_intermediate_size", 1408),
-            "is_sparse": _qwen_sparse(raw),
+            "is_sparse": qwen_sparse(raw),
             "shared_size": raw.get("shared_expert_intermediate_size", 5632),
             "shared": "shared_expert",
             "has_shared_gate": True,
@@ -290,6 +300,7 @@ def _minimax_m2(raw: RawConfig) -> dict[str, Any]:
                 "normalises": True,
                 "has_correction": True,
             },
+            "has_float32_router": True,
             "inner": raw.get("intermediate_size"),
             "is_sparse": _all(raw, True),
             "mlp": "block_sparse_moe.",
@@ -341,17 +352,29 @@ def _granite_moe(raw: RawConfig) -> dict[str, Any]:
 def _smollm3(raw: RawConfig) -> dict[str, Any]:
     layers, every = layer_count(raw), raw.get("no_rope_layer_interval", 4)
     rotates = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
-    if len(rotates) != layers:
+    if len(rotates) < layers:
         raise ConfigError(f"{len(rotates)} no_rope_layers for {layers} layers")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    kinds = ["full_attention" if each or window is None else "sliding_attention" for each in rotates]
-    windows = sliding_windows_of(raw, window, kinds) if window is not None else _all(raw, None)
+    rotates, window = rotates[:layers], raw.get("sliding_window")
+    # `use_sliding_window` only says which layers have a window where `layer_types` does not.
+    has_windows = bool(raw.get("use_sliding_window")) and window is not None
+    kinds = ["full_attention" if each or not has_windows else "sliding_attention" for each in rotates]
     return {
         "tie_word_embeddings": raw.get("tie_word_embeddings", True),
         "rope_theta": 2e6,
         "positions": raw.get("max_position_embeddings", 32768),
         "unrotated_layers": tuple(index for index, each in enumerate(rotates) if not each),
-        "sliding_windows": windows,
+        "sliding_windows": sliding_windows_of(raw, window, kinds),
+    }
+
+
+def _helium(raw: RawConfig) -> dict[str, Any]:
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-8),
+        "output_bias": False,
+        "rope_theta": 1e5,
+        "is_interleaved": True,
+        "positions": raw.get("max_position_embeddings", 4096),
     }
 
 
@@ -384,7 +407,6 @@ def _olmoe(raw: RawConfig) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "qk_norm": "width",
         "positions": raw.get("max_position_embeddings", 4096),
-        "sliding_windows": _all(raw, raw.get("sliding_window")),
         "experts": {
             "routing": {
                 "num_experts": raw.get("num_experts", 64),
@@ -423,6 +445,8 @@ def _ernie4_5(raw: RawConfig) -> dict[str, Any]:
 def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
     if raw.get("use_bias", False):
         raise NotOurs("use_bias, with which its output head has a bias, is not supported")
+    if (least := raw.get("moe_norm_min", 1e-12)) != 1e-12:
+        raise NotOurs(f"moe_norm_min {least} is not 1e-12")
     layers, every = layer_count(raw), raw.get("moe_layer_interval", 1)
     first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
@@ -433,11 +457,12 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or 0,
         "experts": {
             "routing": {
-                "num_experts": raw.get("moe_num_experts", 64),
-                "experts_per_token": raw.get("moe_k", 6),
+                "num_experts": raw.get("num_experts") or raw.get("moe_num_experts", 64),
+                "experts_per_token": raw.get("num_experts_per_tok") or raw.get("moe_k", 6),
                 "normalises": True,
                 "has_correction": True,
             },
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": tuple(
                 (index + 1) % every == 0 and first <= index <= last for index in range(layers)
@@ -477,8 +502,8 @@ def _deepseek_v3_routing(raw: RawConfig, normalises: bool) -> dict[str, Any]:
         "normalises": raw.get("norm_topk_prob", normalises),
         "scaling": raw.get("routed_scaling_factor", 1.0),
         "has_correction": True,
-        "num_groups": raw.get("n_group") or 1,
-        "groups_per_token": raw.get("topk_group") or 1,
+        "num_groups": 1 if (groups := raw.get("n_group")) is None else groups,
+        "groups_per_token": 1 if (taken := raw.get("topk_group")) is None else taken,
     }
 
 
@@ -494,8 +519,29 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 1,
         "experts": {
             "routing": _deepseek_v3_routing(raw, normalises=True),
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 1)),
+            "shared_size": inner * raw.get("n_shared_experts", 1),
+        },
+    }
+
+
+def _solar_open(raw: RawConfig) -> dict[str, Any]:
+    inner = raw.get("moe_intermediate_size", 1280)
+    return {
+        "intermediate_size": inner,  # no layer is dense, and its configs need not say one
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "output_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 1e6,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "experts": {
+            "routing": _deepseek_v3_routing(raw, normalises=True),
+            "has_float32_router": True,
+            "inner": inner,
+            "is_sparse": _all(raw, True),
             "shared_size": inner * raw.get("n_shared_experts", 1),
         },
     }
@@ -518,6 +564,7 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
                 **_deepseek_v3_routing(raw, normalises=False),
                 "num_experts": raw.get("n_routed_experts"),
             },
+            "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 0)),
             "shared_size": inner * (raw.get("n_shared_experts") or 0),
@@ -526,7 +573,8 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
 
 
 def _exaone4(raw: RawConfig) -> dict[str, Any]:
-    layers, window, every = layer_count(raw), raw.get("sliding_window"), raw.get("sliding_window_pattern")
+    layers, window = layer_count(raw), raw.get("sliding_window", 4096)
+    every = raw.get("sliding_window_pattern", 4)
     if window is not None and raw.get("layer_types") is None:
         raise NotOurs(f"its sliding_window_pattern {every!r} comes without layer_types")
     windows = sliding_windows_of(raw, window, ["full_attention"] * layers)
@@ -590,6 +638,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "HeliumForCausalLM": _helium,
     "LlamaForCausalLM": _llama,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
@@ -605,6 +654,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
+    "SolarOpenForCausalLM": _solar_open,
 }
 """By the architecture: fields of LlamaConfig; `positions`, the context that the config tells; and of RopeParameters
 `is_interleaved`, and what holds for configs without `rope_theta` or, where a part of a head may be rotated, without
@@ -614,8 +664,9 @@ _KV_HEADS = {
     for count, names in (
         (2, ("Ernie4_5", "Glm", "Glm4")),
         (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
-        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss")),
+        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss", "SolarOpen")),
         (16, ("Qwen2Moe",)),
+        (20, ("Helium",)),
         (32, ("Dots1", "Exaone4", "Qwen2", "Qwen3")),
     )
     for name in names

@@ -111,7 +111,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         """Patterns of the names of tensors that predict further tokens."""
         first = self.num_hidden_layers
         numbers = "|".join(str(first + index) for index in range(self.num_multi_token_layers))
-        return r"(model\.)?mtp\..*", *([rf"model\.layers\.({numbers})\..*"] if numbers else [])
+        own = r"(model\.)?mtp(_block|_emb_norm|_hidden_norm|_linear_proj)?\..*"  # with what ERNIE 4.5 calls them
+        return own, *([rf"model\.layers\.({numbers})\..*"] if numbers else [])
 
     def cached_values(self, tensor_parallel_size: int) -> int:
         """Return the number of elements that a layer keeps of a token on one rank."""

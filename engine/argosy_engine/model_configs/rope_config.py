@@ -170,12 +170,15 @@ def rope_fields(
 
 _ENTRIES = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_KEPT = ("rope_theta", "partial_rotary_factor")
+"""Fields that are of the model, whatever its RoPE is scaled by; configs have them in an entry or beside it."""
 
 
 def without_overridden_rope(own: RawConfig, overrides: RawConfig) -> dict[str, Any]:
-    """Return a config without what `overrides` says in another place: RoPE has two names, and its base two places.
+    """Return a config without what `overrides` says in another place: RoPE has two names, and its base and the part
+    of each head that it rotates have two places.
 
-    An entry that is overridden is replaced whole, under both names, but the base stays unless it is overridden, too.
+    An entry that is overridden is replaced whole, under both names, but those two stay unless they are overridden, too.
 
     Raises:
         ConfigError: the config has RoPE parameters for each layer type, and the override has one for all.
@@ -184,22 +187,20 @@ def without_overridden_rope(own: RawConfig, overrides: RawConfig) -> dict[str, A
     parameters, scaling = (each if isinstance(each := own.get(name), dict) else {} for name in _ENTRIES)
     entry = parameters or scaling
     given = [overrides.get(name) or {} for name in _ENTRIES if name in overrides]
-    if not given and "rope_theta" not in overrides:
+    if not given and overrides.keys().isdisjoint(_KEPT):
         return left
     if _is_per_layer_type(entry) and not all(_is_per_layer_type(each) for each in given or [{}]):
         raise ConfigError(
             "--hf-overrides: this config has rope_parameters for each layer type; give them as it does, "
             f"for {' and '.join(name for name in _LAYER_TYPES if name in entry)}"
         )
-    theta = parameters.get("rope_theta") or scaling.get("rope_theta")
+    kept = {name: value for name in _KEPT if (value := parameters.get(name) or scaling.get(name)) is not None}
     for name in _ENTRIES:
         if given:
             left.pop(name, None)
         elif isinstance(left.get(name), dict):
-            left[name] = {key: value for key, value in left[name].items() if key != "rope_theta"}
-    if theta is not None:
-        left["rope_theta"] = theta
-    return left
+            left[name] = {key: value for key, value in left[name].items() if key not in _KEPT}
+    return left | kept
 
 
 def _is_per_layer_type(entry: Any) -> bool:

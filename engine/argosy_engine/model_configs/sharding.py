@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.params import AttentionParams, DeltaNetParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig
 
@@ -57,6 +57,11 @@ class Sharding:
         kv_heads = Sharding(self.rank // replicas, self.size // replicas).part(params.num_kv_heads)
         q, kv = (_scaled(heads, params.head_dim) for heads in (self.part(params.num_heads), kv_heads))
         return q, kv, kv
+
+    def delta_net(self, params: DeltaNetParams) -> tuple[range, range, range]:
+        """Return the rank's channels of q, k and v of a Gated DeltaNet, each counted from its first."""
+        keys = _scaled(self.part(params.num_key_heads), params.key_dim)
+        return keys, keys, _scaled(self.part(params.num_value_heads), params.value_dim)
 
     def tokens(self, vocab_size: int) -> range:
         """Return the rank's tokens. The last rank may have fewer than the others."""

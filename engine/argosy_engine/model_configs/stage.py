@@ -52,11 +52,16 @@ def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
     """Check that a model can be divided into `size` stages.
 
     Raises:
-        ConfigError: it has fewer layers.
+        ConfigError: it has fewer layers, or layers with states.
     """
     if config.undivided is not None and size > 1:
         raise ConfigError(
             f"--pipeline-parallel-size {size}: {config.undivided}; leave it out, or use --data-parallel-size"
+        )
+    if size > 1 and config.state_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size}: layers of {config.architecture} keep a state per request, which stages "
+            "do not support; use --tensor-parallel-size or --data-parallel-size"
         )
     if size > config.num_hidden_layers:
         raise ConfigError(

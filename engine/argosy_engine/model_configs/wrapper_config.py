@@ -23,7 +23,7 @@ NATIVE_WRAPPERS = frozenset(
     f"{name}{WRAPPER}"
     for name in (
         *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision"),
-        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM"),
+        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
     )
 )
 """Wrappers that give texts to a decoder and an output head and do nothing else with them. Tests hold each against
@@ -40,6 +40,8 @@ _NATIVE_TEXTS = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """Our architectures, by the text part's model_type."""
 _OUTER = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id")

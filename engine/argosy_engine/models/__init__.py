@@ -2,6 +2,7 @@
 
     registry               architectures by their name in config.json
     llama                  Llama and what differs from it by its config: Qwen, Mistral, GLM, gpt-oss, ...
+    qwen3_next             Qwen3-Next and Qwen3.5
     gemma                  Gemma 2 and the text part of Gemma 3
     deepseek               DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2, opt              GPT-2, OPT

@@ -221,6 +221,25 @@ class OutputNormLayer:
         return []
 
 
+def make_mlp(config: LlamaConfig, factory: LayerFactory, prefix: str, index: int) -> MLP:
+    """Make the MLP of a layer.
+
+    Args:
+        prefix: of the layer's tensors.
+    """
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None or not experts.is_sparse[index]:
+        return GatedMLP(
+            factory,
+            prefix + "mlp.",
+            hidden,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            is_fused=config.has_fused_mlp,
+        )
+    return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
+
+
 class Llama:
     """Embedding, decoder layers, final norm and output head."""
 
@@ -239,7 +258,7 @@ class Llama:
         self.layers: list[DecoderLayer | OutputNormLayer] = []
         for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             used = rotary if config.sliding_windows[index] is None else local_rotary
-            mlp = self.make_mlp(factory, f"model.layers.{index}.", index)
+            mlp = make_mlp(config, factory, f"model.layers.{index}.", index)
             self.layers.append(
                 make_layer(config, factory, index, params, used if config.rotates(index) else None, mlp)
             )
@@ -249,25 +268,6 @@ class Llama:
         after = factory.after_layers()
         self.norm = after.rms_norm("model.norm", hidden, config.rms_norm_eps)
         self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
-
-    def make_mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
-        """Make the MLP of a layer.
-
-        Args:
-            prefix: of the layer's tensors.
-        """
-        config, experts = self.config, self.config.experts
-        hidden = config.hidden_size
-        if experts is None or not experts.is_sparse[index]:
-            return GatedMLP(
-                factory,
-                prefix + "mlp.",
-                hidden,
-                config.intermediate_size,
-                bias=config.mlp_bias,
-                is_fused=config.has_fused_mlp,
-            )
-        return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
 
     @property
     def attention_layers(self) -> list[Attention]:

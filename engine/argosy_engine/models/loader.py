@@ -17,6 +17,7 @@ from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.safetensors_header import read_shards
+from argosy_engine.checkpoint.stored_tensors import with_stored_experts
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator
@@ -140,6 +141,8 @@ def load_model(
             compiler=compiler,
             on_read=on_read,
         )
+    if load_format != "dummy":
+        config = with_stored_experts(path, config)
     model_class = registry.model_class(config.architecture)
     method = linear_method(
         config,

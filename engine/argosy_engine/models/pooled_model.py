@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import AttentionLayer
+from argosy_engine.attention.layer import AttentionLayer, StateLayer
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.layers.embedding import Embedding
 from argosy_engine.layers.layer_compiler import CompilableLayer
@@ -54,6 +54,12 @@ class PooledModel:
     @property
     def attention_layers(self) -> Sequence[AttentionLayer]:
         return self._decoder.attention_layers
+
+    @property
+    def state_layers(self) -> Sequence[StateLayer]:
+        """The states of layers that keep any."""
+        layers: Sequence[StateLayer] = getattr(self._decoder, "state_layers", ())
+        return layers
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states; see `CausalLM.forward`."""

@@ -73,6 +73,7 @@ class _Family(NamedTuple):
 
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
+_QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
 _LLAMAS = (
     *(
         "Dots1",
@@ -85,9 +86,10 @@ _LLAMAS = (
         "GptOss",
         "Granite",
         "GraniteMoe",
+        "Helium",
     ),
     *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
-    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3"),
+    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen"),
 )
 """Decoders of `llama_config`."""
 _DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
@@ -108,6 +110,9 @@ _FAMILIES = {
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
+    "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
+    "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),
+    "Qwen3_5MoeForCausalLM": _family("Qwen3_5MoeText", *_QWEN3_NEXT),
 }
 """By the architecture that generates."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -103,6 +103,27 @@ class DeltaShapeStruct(Structure):
     )
 
 
+class DeltaNetStruct(Structure):
+    """`DeltaNet` of delta.h: a Gated DeltaNet layer's constants and states."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("rates", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", c_void_p),
+        ("conv_states", c_void_p),
+        ("states", c_void_p),
+        ("num_states", c_int32),
+        ("block_size", c_int32),
+        ("key_heads", c_int32),
+        ("value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("kernel", c_int32),
+        ("eps", c_float),
+    )
+
+
 MAX_DELTA_KEYS = 512
 """`kDeltaMaxKeys` of delta.h."""
 
@@ -116,6 +137,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
     "argmax": (c_int, c_void_p, c_void_p, c_int, c_int),
     "gated_delta_rule": (POINTER(DeltaShapeStruct), *(c_void_p,) * 7),
+    "delta_scratch": (POINTER(DeltaNetStruct),),
+    "gated_delta_net": (c_int, POINTER(DeltaNetStruct), POINTER(StepStruct), *(c_void_p,) * 4),
     "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
     "decoder": (
@@ -159,6 +182,7 @@ class Kernels:
             function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
         self._library.argosy_decoder_scratch.restype = c_int64
+        self._library.argosy_delta_scratch.restype = c_int64
         self.lanes: int = self._library.argosy_lanes()
         """Elements of a vector register. Head sizes, block sizes and widths must be multiples of it."""
         self.path = path
@@ -243,8 +267,26 @@ class Kernels:
         """
         shape = DeltaShapeStruct(*q.shape[:3], *v.shape[2:3], q.shape[3], v.shape[3])
         out = torch.empty_like(v)
-        arrays = (q, k, v, g, beta, state, out)
+        arrays = (q, k, v, g.exp(), beta, state, out)
         self._library.argosy_gated_delta_rule(shape, *(each.data_ptr() for each in arrays))
+        return out
+
+    def gated_delta_net(
+        self, layer: DeltaNetStruct, step: StepStruct, qkvz: torch.Tensor, ba: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a Gated DeltaNet between its projections, [T, value_heads * value_dim], and the states of a step's
+        requests in place. Arguments: `delta_layers.DeltaNet`.
+
+        Args:
+            qkvz: [T, channels + value_heads * value_dim], contiguous; all sizes of heads are multiples of `lanes`.
+            ba: [T, 2 * value_heads], contiguous.
+        """
+        out = torch.empty((qkvz.shape[0], layer.value_heads * layer.value_dim), dtype=qkvz.dtype)
+        scratch = torch.empty(qkvz.shape[0] * self._library.argosy_delta_scratch(layer))
+        arrays = (qkvz, ba, out, scratch)
+        self._library.argosy_gated_delta_net(
+            DTYPES[qkvz.dtype], layer, step, *(each.data_ptr() for each in arrays)
+        )
         return out
 
     def sample(

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.attention.params import DeltaNetParams
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import memory_utilization
@@ -26,6 +27,7 @@ from argosy_engine.messages.kv_cache_interface import (
     peak_blocks,
     state_bytes,
 )
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.sharding import check_tensor_parallel
@@ -50,17 +52,23 @@ def planned_groups(
     block_size: int,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    state_itemsize: int | None = None,
 ) -> tuple[KVCacheGroup, ...]:
     """Return the KV cache groups of a model that is not built, on one rank, which its config determines.
 
     Args:
         itemsize: bytes per element of a key or value.
+        state_itemsize: of the model's dtype, in which states are kept; None: the same.
     """
+    state_itemsize = state_itemsize or itemsize
     layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
     groups = group_layers(
         [
             *(layer.kv_cache_spec(block_size, itemsize) for layer in layers),
-            *(layer.kv_cache_spec(itemsize) for layer in config.state_layers),
+            *(
+                layer.of_rank(tensor_parallel_size).kv_cache_spec(state_itemsize)
+                for layer in config.state_layers
+            ),
         ]
     )
     if pipeline_parallel_size == 1:
@@ -82,12 +90,25 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     kv = max(config.num_key_value_heads // ranks, 1) * config.head_dim
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size) // ranks  # not every family has one
     values = 4 * config.hidden_size + 2 * q + 2 * kv + 4 * inner
+    experts: ExpertsConfig | None = getattr(config, "experts", None)
+    if experts is not None and attention_backend in (
+        "triton",
+        "flash_attn",
+    ):  # whose kernels compute all at once
+        chosen = experts.routing.experts_per_token * (experts.inner // ranks + config.hidden_size)
+        values = max(values, 4 * config.hidden_size + 2 * q + 2 * kv + chosen)
+    precise = 8 * config.hidden_size  # bytes in float32: a norm's input and output
+    delta_net: DeltaNetParams | None = getattr(config, "delta_net", None)  # not every family has one
+    if delta_net is not None:
+        own = delta_net.of_rank(ranks)
+        inputs = own.num_channels + own.num_values
+        values = max(values, 4 * config.hidden_size + inputs + own.num_values)
+        precise = max(precise, 4 * inputs)
     if args.parallel_config.shares_experts:
         values += (
             3 * args.data_parallel_size * config.hidden_size
         )  # tokens of all cores: gathered, computed, added
-    norm = 8 * config.hidden_size  # float32, in and out
-    layer = args.max_num_batched_tokens * (values * itemsize + norm)
+    layer = args.max_num_batched_tokens * (values * itemsize + precise)
     rows = min(args.max_num_seqs, args.max_num_batched_tokens)
     # logits in the model's dtype and float32, log-softmax, a sorted copy and its indices (int64)
     sampling = itemsize + 4 + 4 + 4 + 8
@@ -163,7 +184,7 @@ def rank_elements(
         else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
-    held["replicated"] = config.num_hidden_layers * config.replicated_elements(size)
+    held["replicated"] = len(config.attention_layers) * config.replicated_elements(size)
     return held
 
 

@@ -11,6 +11,7 @@
     activations              the same inside other kernels
     fused_moe                products of a mixture of experts
     moe_routing              which tokens go to which expert
+    gated_delta_net          Gated DeltaNets between their projections
     quantize_fp8             activations to FP8
     fp8_rows                 the same inside other kernels
 
@@ -28,5 +29,5 @@
 
 Nothing here is imported unless a backend on CUDA is chosen (or Triton's interpreter is asked for): importing Triton
 takes longer than loading a small model. The attention backend `triton`, `models.triton_layer_kernels`,
-`models.experts`, `models.quantization` and `sample.kernel_sampler` call the kernels.
+`models.experts`, `layers.delta_net`, `models.quantization` and `sample.kernel_sampler` call the kernels.
 """

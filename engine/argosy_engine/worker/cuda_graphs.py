@@ -122,11 +122,9 @@ class DecodeGraphs:
             tensors = self._inputs.tensors(empty_step(), num_rows=size)
             last = _LastOperation()
             try:
-                self._forward(
-                    tensors
-                )  # compiles kernels and lets libraries allocate, which a capture must not
+                self._run(tensors)  # compiles kernels and lets libraries allocate, which a capture must not
                 with last:
-                    self._graphs[size] = self._api.capture(lambda tensors=tensors: self._forward(tensors))
+                    self._graphs[size] = self._api.capture(lambda tensors=tensors: self._run(tensors))
                 on_captured()
             except RuntimeError as error:
                 self._graphs.clear()
@@ -147,6 +145,11 @@ class DecodeGraphs:
                 "captured %d CUDA graphs, up to %d requests, in %.1f s", len(captured), captured[-1], seconds
             )
         return True
+
+    def _run(self, tensors: StepTensors) -> torch.Tensor:
+        """Run the forward pass. What layers share is derived in it, so that a graph derives it from each step anew."""
+        tensors.inputs.meta.forget()
+        return self._forward(tensors)
 
     def run(self, step: StepArrays, agreed: Round | None = None) -> tuple[torch.Tensor, StepTensors] | None:
         """Replay a step's forward pass and return the hidden states [T, hidden_size], valid until the next call.

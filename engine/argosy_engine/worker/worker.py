@@ -35,6 +35,7 @@ from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
 from argosy_engine.models.registry import CausalLM
@@ -412,7 +413,7 @@ class Worker:
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
-        if self._config.state_layers:
+        if self._config.state_layers and isinstance(self._config, TransformersConfig):
             return []  # which requests are computed together depends on where each begins
         return graph_sizes(self.args, self._device.type, self._backend.name)
 

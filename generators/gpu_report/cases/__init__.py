@@ -3,6 +3,7 @@
 from gpu_report.case import Cases
 from gpu_report.cases import (
     fused_moe,
+    gated_delta_net,
     latent_attention,
     moe_routing,
     paged_attention,
@@ -17,6 +18,7 @@ from gpu_report.cases import (
 
 ALL_CASES: dict[str, Cases] = {
     "fused_moe": fused_moe.cases,
+    "gated_delta_net": gated_delta_net.cases,
     "latent_attention": latent_attention.cases,
     "moe_routing": moe_routing.cases,
     "paged_attention": paged_attention.cases,

@@ -34,9 +34,19 @@ void argosy_sample(int dtype, const void* logits, const SamplingRows* of, int64_
   });
 }
 
-void argosy_gated_delta_rule(const DeltaShape* of, const float* q, const float* k, const float* v, const float* g,
-                             const float* beta, float* state, float* out) {
-  gated_delta_rule(*of, q, k, v, g, beta, state, out);
+void argosy_gated_delta_rule(const DeltaShape* of, const float* q, const float* k, const float* v, const float* decay,
+                             const float* rate, float* state, float* out) {
+  gated_delta_rule(*of, q, k, v, decay, rate, state, out);
+}
+
+int64_t argosy_delta_scratch(const DeltaNet* of) { return delta_scratch(*of); }
+
+void argosy_gated_delta_net(int dtype, const DeltaNet* of, const Step* step, const void* qkvz, const void* ba, void* out,
+                            float* scratch) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    gated_delta_net(*of, *step, static_cast<const T*>(qkvz), static_cast<const T*>(ba), static_cast<T*>(out), scratch);
+  });
 }
 
 }  // extern "C"

@@ -1,0 +1,397 @@
+"""A Gated DeltaNet (arXiv 2412.06464) between its projections, over states in blocks.
+
+    delta_inputs    convolution over the tokens before, silu, q and k of length 1; decay and rate of each head
+    keep_inputs     the last inputs of the convolution, for the next step
+    delta_rule      the states, token by token, and what queries read from them
+    gated_norm      RMSNorm of each head, multiplied by silu(z)
+
+Where states are, and whether a request has one, kernels find by themselves in the step's lengths and block table on the
+device: steps of a size take the same launches, so CUDA graphs can repeat them. A request without tokens is padding.
+States are read and written in place; within a step no block is read that another request writes.
+
+A program of `delta_rule` keeps a few columns of a head's state in registers, for columns do not depend on each other.
+Long prompts are computed token by token, too, which takes longer than products of chunks would.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from argosy_engine.triton_kernels.activations import silu
+from argosy_engine.triton_kernels.launch import launch
+
+_COLUMNS = 8
+"""Columns of a state per program of `delta_rule`: with 128 rows 32 elements per thread of one warp."""
+_KEPT_BLOCK = 512
+"""Channels per program of `keep_inputs`."""
+
+
+class DeltaNetShape(NamedTuple):
+    """Sizes of a layer; see `attention.params.DeltaNetParams`."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_values
+
+    @property
+    def num_values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+
+@triton.jit
+def _tokens(starts_ptr, lens_ptr, request):
+    """Return a request's first token, the index after its last, and how many tokens were computed before."""
+    start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
+    return start, end, tl.load(lens_ptr + request) - (end - start)
+
+
+@triton.jit
+def _block_after(table_ptr, table_stride, request, num_tokens, BLOCK_SIZE: tl.constexpr):
+    """Return the block of a request's state after so many tokens, at least one."""
+    entry = (num_tokens - 1) // BLOCK_SIZE
+    return tl.load(table_ptr + request * table_stride + entry).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _delta_inputs(
+    qkvz_ptr,
+    ba_ptr,
+    requests_ptr,
+    starts_ptr,
+    lens_ptr,
+    table_ptr,
+    conv_states_ptr,
+    conv_ptr,
+    rates_ptr,
+    dt_bias_ptr,
+    qkv_ptr,
+    decay_ptr,
+    rate_ptr,
+    num_requests,
+    qkvz_stride,
+    ba_stride,
+    table_stride,
+    channels,
+    q_scale,
+    norm_eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """One head of q, k or v of one token per program."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if requests_ptr is None:
+        request = token
+    else:
+        request = tl.minimum(tl.load(requests_ptr + token), num_requests - 1).to(tl.int64)
+    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    if token >= end:
+        return
+    index = token - start
+    is_value = head >= 2 * KEY_HEADS
+    value_head = head - 2 * KEY_HEADS
+    first = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM, head * KEY_DIM)
+    size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+    size_before = tl.where(computed > 0, size, 0)
+    offsets = tl.arange(0, HEAD_BLOCK)
+    mask, columns = offsets < size, first + offsets
+    block = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    kept_ptr = conv_states_ptr + block * (KERNEL_SIZE - 1) * channels
+    total = tl.zeros([HEAD_BLOCK], dtype=tl.float32)
+    for tap in tl.static_range(KERNEL_SIZE):
+        at = index + (tap + 1 - KERNEL_SIZE)
+        factors = tl.load(conv_ptr + tap * channels + columns, mask=mask, other=0.0)
+        new_ptr = qkvz_ptr + (start + at) * qkvz_stride + columns
+        new = tl.load(new_ptr, mask=offsets < tl.where(at >= 0, size, 0), other=0.0)
+        before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels + columns
+        before = tl.load(before_ptr, mask=offsets < tl.where(at < 0, size_before, 0), other=0.0)
+        total += (new.to(tl.float32) + before.to(tl.float32)) * factors
+    mixed = silu(total)
+    if not is_value:
+        mixed *= tl.rsqrt(tl.sum(mixed * mixed, axis=0) + norm_eps) * tl.where(head < KEY_HEADS, q_scale, 1.0)
+    else:
+        gates = ba_ptr + token * ba_stride + value_head
+        b, a = tl.load(gates).to(tl.float32), tl.load(gates + VALUE_HEADS).to(tl.float32)
+        step = a + tl.load(dt_bias_ptr + value_head)
+        softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        place = token * VALUE_HEADS + value_head
+        tl.store(decay_ptr + place, tl.exp(-tl.load(rates_ptr + value_head) * softplus))
+        tl.store(rate_ptr + place, tl.sigmoid(b))
+    tl.store(qkv_ptr + token * channels + columns, mixed, mask=mask)
+
+
+@triton.jit
+def _keep_inputs(
+    qkvz_ptr,
+    starts_ptr,
+    lens_ptr,
+    table_ptr,
+    conv_states_ptr,
+    qkvz_stride,
+    table_stride,
+    channels,
+    KERNEL_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some channels of one request per program."""
+    request = tl.program_id(0)
+    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    if start == end:
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channels_before = tl.where(computed > 0, channels, 0)
+    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
+    kept_ptr = conv_states_ptr + source * (KERNEL_SIZE - 1) * channels + columns
+    target_ptr = conv_states_ptr + target * (KERNEL_SIZE - 1) * channels + columns
+    for row in tl.static_range(KERNEL_SIZE - 1):  # in this order, because source and target may be one
+        at = end - start + (row + 1 - KERNEL_SIZE)
+        new_ptr = qkvz_ptr + (start + at).to(tl.int64) * qkvz_stride + columns
+        new = tl.load(new_ptr, mask=columns < tl.where(at >= 0, channels, 0), other=0.0)
+        before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels
+        before = tl.load(before_ptr, mask=columns < tl.where(at < 0, channels_before, 0), other=0.0)
+        tl.store(target_ptr + row * channels, tl.where(at >= 0, new, before), mask=columns < channels)
+
+
+@triton.jit
+def _delta_rule(
+    qkv_ptr,
+    decay_ptr,
+    rate_ptr,
+    starts_ptr,
+    lens_ptr,
+    table_ptr,
+    states_ptr,
+    read_ptr,
+    table_stride,
+    channels,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one head's state of one request per program."""
+    request = tl.program_id(0) // VALUE_HEADS
+    head = tl.program_id(0) % VALUE_HEADS
+    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    if start == end:
+        return
+    rows = tl.arange(0, KEY_BLOCK)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask, column_mask = rows < KEY_DIM, columns < VALUE_DIM
+    mask = row_mask[:, None] & column_mask[None, :]
+    mask_before = (rows < tl.where(computed > 0, KEY_DIM, 0))[:, None] & column_mask[None, :]
+    places = head * (KEY_DIM * VALUE_DIM) + rows[:, None] * VALUE_DIM + columns[None, :]
+    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
+    size = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    state = tl.load(states_ptr + source * size + places, mask=mask_before, other=0.0)
+    q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + rows
+    k_at = KEY_HEADS * KEY_DIM + q_at
+    v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+    first = start.to(tl.int64)
+    row, out = qkv_ptr + first * channels, read_ptr + (first * VALUE_HEADS + head) * VALUE_DIM
+    gates_at = first * VALUE_HEADS + head
+    for _ in range(start, end):
+        q = tl.load(row + q_at, mask=row_mask, other=0.0)
+        k = tl.load(row + k_at, mask=row_mask, other=0.0)
+        v = tl.load(row + v_at, mask=column_mask, other=0.0)
+        state *= tl.load(decay_ptr + gates_at)
+        change = (v - tl.sum(state * k[:, None], axis=0)) * tl.load(rate_ptr + gates_at)
+        state += k[:, None] * change[None, :]
+        tl.store(out + columns, tl.sum(state * q[:, None], axis=0), mask=column_mask)
+        row += channels
+        out += VALUE_HEADS * VALUE_DIM
+        gates_at += VALUE_HEADS
+    tl.store(states_ptr + target * size + places, state, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _gated_norm(
+    read_ptr,
+    z_ptr,
+    norm_ptr,
+    starts_ptr,
+    out_ptr,
+    num_requests,
+    z_stride,
+    eps,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """One head of one token per program. Padding becomes 0."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, HEAD_BLOCK)
+    size = tl.where(token < tl.load(starts_ptr + num_requests), VALUE_DIM, 0)
+    mask = columns < size
+    place = (token * VALUE_HEADS + head) * VALUE_DIM + columns
+    read = tl.load(read_ptr + place, mask=mask, other=0.0)
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + columns, mask=mask, other=0.0)
+    normed = read * tl.rsqrt(tl.sum(read * read, axis=0) / VALUE_DIM + eps) * weight
+    tl.store(out_ptr + place, (normed * silu(z)).to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
+
+
+def requests_of_tokens(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the index of each token's request, int32 [num_tokens]; of padding, the number of requests.
+
+    Args:
+        starts: int32 [R + 1], index of each request's first token, and of the first that is none's.
+    """
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    return torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
+
+
+def gated_delta_net(
+    shape: DeltaNetShape,
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    rates: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    requests: torch.Tensor | None,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    norm_eps: float = 1e-6,
+) -> torch.Tensor:
+    """Compute a layer between its projections, [T, num_values] in qkvz's dtype, and the states after the step.
+
+    Args:
+        qkvz: [T, num_channels + num_values], float32, bfloat16 or float16; rows may be strided.
+        ba: [T, 2 * num_value_heads]; rows may be strided.
+        conv: float32 [kernel_size, num_channels], the newest token's factors last.
+        rates: float32 [num_value_heads], exp(A_log); of dt_bias the same.
+        norm: float32 [value_dim]; eps: of this norm.
+        conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
+        states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
+        requests: `requests_of_tokens`; None: each request has one token, or is padding behind those that have.
+        starts: int32 [R + 1], index of each request's first token.
+        lens: int32 [R], each request's number of tokens after the step.
+        block_table: int32 [R, max_blocks], blocks of states; rows may be strided.
+        block_size: tokens per entry of the block table.
+        norm_eps: added to the squared length of queries and keys.
+    """
+    num_tokens, channels = len(qkvz), shape.num_channels
+    qkv = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkvz.device)
+    decay, rate = (
+        torch.empty(num_tokens, shape.num_value_heads, dtype=torch.float32, device=qkvz.device)
+        for _ in range(2)
+    )
+    read = torch.empty(num_tokens, shape.num_values, dtype=torch.float32, device=qkvz.device)
+    out = torch.empty(num_tokens, shape.num_values, dtype=qkvz.dtype, device=qkvz.device)
+    num_requests = len(lens)
+    sizes = {
+        "KEY_HEADS": shape.num_key_heads,
+        "VALUE_HEADS": shape.num_value_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+    }
+    step = {
+        "starts_ptr": starts,
+        "lens_ptr": lens,
+        "table_ptr": block_table,
+        "table_stride": block_table.stride(0),
+        "BLOCK_SIZE": block_size,
+    }
+    launch(
+        _delta_inputs,
+        (num_tokens, 2 * shape.num_key_heads + shape.num_value_heads),
+        num_warps=1,
+        num_stages=1,
+        qkvz_ptr=qkvz,
+        ba_ptr=ba,
+        requests_ptr=requests,
+        conv_states_ptr=conv_states,
+        conv_ptr=conv,
+        rates_ptr=rates,
+        dt_bias_ptr=dt_bias,
+        qkv_ptr=qkv,
+        decay_ptr=decay,
+        rate_ptr=rate,
+        num_requests=num_requests,
+        qkvz_stride=qkvz.stride(0),
+        ba_stride=ba.stride(0),
+        channels=channels,
+        q_scale=shape.key_dim**-0.5,
+        norm_eps=norm_eps,
+        KERNEL_SIZE=shape.kernel_size,
+        HEAD_BLOCK=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        **sizes,
+        **step,
+    )
+    kept_block = min(_KEPT_BLOCK, triton.next_power_of_2(channels))
+    launch(
+        _keep_inputs,
+        (num_requests, triton.cdiv(channels, kept_block)),
+        num_warps=max(kept_block // 256, 1),
+        num_stages=1,
+        qkvz_ptr=qkvz,
+        conv_states_ptr=conv_states,
+        qkvz_stride=qkvz.stride(0),
+        channels=channels,
+        KERNEL_SIZE=shape.kernel_size,
+        BLOCK=kept_block,
+        **step,
+    )
+    columns = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
+    launch(
+        _delta_rule,
+        (num_requests * shape.num_value_heads, triton.cdiv(shape.value_dim, columns)),
+        num_warps=1,
+        num_stages=1,
+        qkv_ptr=qkv,
+        decay_ptr=decay,
+        rate_ptr=rate,
+        states_ptr=states,
+        read_ptr=read,
+        channels=channels,
+        KEY_BLOCK=triton.next_power_of_2(shape.key_dim),
+        COLUMNS=columns,
+        **sizes,
+        **step,
+    )
+    z = qkvz[:, channels:]
+    launch(
+        _gated_norm,
+        (num_tokens, shape.num_value_heads),
+        num_warps=1,
+        num_stages=1,
+        read_ptr=read,
+        z_ptr=z,
+        norm_ptr=norm,
+        starts_ptr=starts,
+        out_ptr=out,
+        num_requests=num_requests,
+        z_stride=z.stride(0),
+        eps=eps,
+        VALUE_HEADS=shape.num_value_heads,
+        VALUE_DIM=shape.value_dim,
+        HEAD_BLOCK=triton.next_power_of_2(shape.value_dim),
+    )
+    return out
