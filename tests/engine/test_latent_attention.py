@@ -11,8 +11,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention.latent import LatentAttention, LatentWeights
+from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.latent_torch import TorchLatentAttention
+from argosy_engine.attention.layer import LatentAttention
 from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.selector import AttentionNeeds, select_backend

@@ -1,4 +1,4 @@
-"""LatentAttention: one layer's multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) and its cache.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): its weights, and what computes it.
 
 A token's key of head h is W_UK[h] c beside its rotated key, and its value is W_UV[h] c, where c is the token's latent:
 the norm of what `kv_a_proj_with_mqa` makes of it. Only c and the rotated key are kept. Attention takes one of two forms
@@ -12,18 +12,12 @@ that give the same result:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from argosy_engine.attention.kv_cache_spec import KVCacheSpec
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from argosy_engine.attention.backend import AttentionBackend
-
 
 _FEW_ROWS = 3
 """Up to as many rows, W x^T in float32 takes a CPU half as long as x W^T."""
@@ -63,48 +57,8 @@ class LatentAttentionImpl(Protocol):
     def __call__(
         self, q: torch.Tensor, compressed: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        """See `LatentAttention.__call__`."""
+        """See `layer.LatentAttention.__call__`."""
         ...
-
-
-class LatentAttention:
-    """Norm of the latents, rotary embedding, cache write and attention of one layer."""
-
-    def __init__(
-        self, params: LatentAttentionParams, backend: AttentionBackend, weights: LatentWeights
-    ) -> None:
-        self.params = params
-        self.kv_cache_dtype = backend.kv_cache_dtype
-        impl = backend.latent_attention(params, weights)
-        assert impl is not None, "select_backend found that the backend computes latent attention"
-        self.impl: LatentAttentionImpl = impl
-        self.kv_cache: torch.Tensor
-        """[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], once it is bound."""
-        self.group = 0
-        """Index of its KV cache group."""
-
-    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
-        """Let the layer keep latents in this cache, whose slots are those of this KV cache group."""
-        self.kv_cache, self.group = kv_cache, group
-
-    def __call__(self, q: torch.Tensor, compressed: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Write the latents and rotated keys to the cache and compute attention, [T, num_heads * v_head_dim].
-
-        Args:
-            q: [T, num_heads * (qk_nope_head_dim + qk_rope_head_dim)], contiguous; may be changed in place.
-            compressed: [T, kv_lora_rank + qk_rope_head_dim], latents before their norm and keys before the rotation;
-                rows may be strided.
-            meta: of the step.
-        """
-        return self.impl(q, compressed, self.kv_cache, meta.of_group(self.group))
-
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Return what the layer keeps in a block of `block_size` tokens."""
-        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of the layer's cache, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
-        return num_blocks, block_size, self.params.cached_dim
 
 
 def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Attention: one layer's attention, the same module in every model. It knows its constants and its KV cache; a backend
-computes. StateLayer: what a layer keeps that has a state per request instead."""
+computes. LatentAttention: the same of multi-head latent attention. StateLayer: what a layer keeps that has a state per
+request instead."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec
-from argosy_engine.attention.latent import LatentAttention
+from argosy_engine.attention.latent import LatentAttentionImpl, LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams, StateParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, StateParams
 from argosy_engine.quantized_rows import Activations
 
 
@@ -56,6 +57,46 @@ class Attention:
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
         return 2, num_blocks, block_size, self.params.num_kv_heads, self.params.head_dim
+
+
+class LatentAttention:
+    """Norm of the latents, rotary embedding, cache write and attention of one layer."""
+
+    def __init__(
+        self, params: LatentAttentionParams, backend: AttentionBackend, weights: LatentWeights
+    ) -> None:
+        self.params = params
+        self.kv_cache_dtype = backend.kv_cache_dtype
+        impl = backend.latent_attention(params, weights)
+        assert impl is not None, "select_backend found that the backend computes latent attention"
+        self.impl: LatentAttentionImpl = impl
+        self.kv_cache: torch.Tensor
+        """[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], once it is bound."""
+        self.group = 0
+        """Index of its KV cache group."""
+
+    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
+        """Let the layer keep latents in this cache, whose slots are those of this KV cache group."""
+        self.kv_cache, self.group = kv_cache, group
+
+    def __call__(self, q: torch.Tensor, compressed: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Write the latents and rotated keys to the cache and compute attention, [T, num_heads * v_head_dim].
+
+        Args:
+            q: [T, num_heads * (qk_nope_head_dim + qk_rope_head_dim)], contiguous; may be changed in place.
+            compressed: [T, kv_lora_rank + qk_rope_head_dim], latents before their norm and keys before the rotation;
+                rows may be strided.
+            meta: of the step.
+        """
+        return self.impl(q, compressed, self.kv_cache, meta.of_group(self.group))
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Return what the layer keeps in a block of `block_size` tokens."""
+        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the layer's cache, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        return num_blocks, block_size, self.params.cached_dim
 
 
 AttentionLayer = Attention | LatentAttention

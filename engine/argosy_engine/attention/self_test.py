@@ -16,8 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
-from argosy_engine.attention.latent import LatentAttention, LatentWeights
-from argosy_engine.attention.layer import Attention, AttentionLayer
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.layer import Attention, AttentionLayer, LatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding

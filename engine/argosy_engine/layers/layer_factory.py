@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
-from argosy_engine.attention.latent import LatentAttention, LatentWeights
-from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.latent import LatentWeights
+from argosy_engine.attention.layer import Attention, LatentAttention
 from argosy_engine.attention.params import (
     AttentionParams,
     DeltaNetParams,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.latent import LatentAttention
+from argosy_engine.attention.layer import LatentAttention
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
