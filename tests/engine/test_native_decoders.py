@@ -45,6 +45,7 @@ _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("glm4", {"head_dim": 20}, {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
     ("mistral", {"sliding_window": 20}, {"layer_types": _KINDS}),
     ("olmoe", {}, {"sliding_window": 20}),
     ("smollm3", {"sliding_window": 20}, {"layer_types": _KINDS}),
@@ -76,6 +77,21 @@ def test_zero_groups_of_experts_are_refused(name: str) -> None:
     raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
     with pytest.raises(ConfigError, match=">= 1"):
         parse_config(raw, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_dim": 23}, "only an even part of an even head"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}}, "beta_fast"),
+    ],
+)
+def test_rope_that_cannot_be_computed_is_refused_by_the_config_alone(
+    fields: dict[str, Any], reason: str
+) -> None:
+    raw = {**small_config("glm4").to_dict(), "architectures": ["Glm4ForCausalLM"], **fields}
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(raw, {}, {}, "argosy")
 
 
 @pytest.mark.timeout(20)
