@@ -72,6 +72,13 @@ def test_config_files_mean_what_they_mean_to_transformers(
     assert served(reference.eval(), tmp_path)[:2] == ("served", "")
 
 
+@pytest.mark.timeout(300)
+def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) -> None:
+    """transformers reads their types only where there is no wrapper."""
+    reference = write_checkpoint("mistral3", tmp_path, sliding_window=20, layer_types=_KINDS)
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
 def test_zero_groups_of_experts_are_refused(name: str) -> None:
     raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}

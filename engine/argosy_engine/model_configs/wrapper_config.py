@@ -89,6 +89,8 @@ def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
     fields = text.to_dict()
     if architecture is None or fields.get("final_logit_softcapping") is not None:
         return None
+    if text.model_type == "mistral":
+        fields.pop("layer_types", None)  # by which transformers tells Ministral 8B, but not in a wrapper
     outer = with_outer_fields(raw)
     return {
         **fields,
