@@ -79,6 +79,22 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
     assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("glm4v", {"hidden_act": "gelu"}),
+        ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("mistral3", {"hidden_act": "gelu"}),
+    ],
+)
+def test_text_parts_that_ours_does_not_compute_are_left_to_transformers(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = write_checkpoint(model_type, tmp_path, **fields)
+    assert served(reference, tmp_path)[:2] == ("served", "")
+
+
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
 def test_zero_groups_of_experts_are_refused(name: str) -> None:
     raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
