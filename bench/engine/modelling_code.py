@@ -31,7 +31,13 @@ _SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 128,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_LATENTS = {
+    "num_key_value_heads": 16, "head_dim": None, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENTS,
+    "deepseek_v3": _LATENTS,
     "gpt_oss": {"intermediate_size": 1024},
     "mixtral": {"intermediate_size": 1024},
     "minimax_m2": {"intermediate_size": 512},
@@ -39,6 +45,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 CONTENDERS = ("argosy", "fallback", "transformers")
 WORK = {"a prompt of 512": (1, 512, 1), "1 request": (1, 32, 32), "8 requests": (8, 32, 32)}
+LONG_WORK = {"a prompt of 3000": (1, 3000, 1), "and 64 tokens": (1, 3000, 64)}
 """Requests, tokens of their prompts, and of their outputs."""
 
 
@@ -65,7 +72,7 @@ def write(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, "architectures": [type(model).__name__]}))
 
 
-def contend(name: str, folder: Path, rounds: int) -> None:
+def contend(name: str, folder: Path, rounds: int, works: dict[str, tuple[int, int, int]]) -> None:
     """Print the CPU seconds of each kind of work and round, as JSON."""
     import torch
 
@@ -73,7 +80,7 @@ def contend(name: str, folder: Path, rounds: int) -> None:
     generate = _transformers(folder) if name == "transformers" else _argosy(folder, name)
     rng = random.Random(0)
     seconds: dict[str, list[float]] = {}
-    for work, (count, length, tokens) in WORK.items():
+    for work, (count, length, tokens) in works.items():
         for number in range(rounds + 1):
             prompts = [[rng.randrange(3, _SIZES["vocab_size"]) for _ in range(length)] for _ in range(count)]
             start = time.process_time()
@@ -87,7 +94,7 @@ def _argosy(folder: Path, name: str) -> Any:
     from argosy_engine import LLM, SamplingParams
 
     llm = LLM(
-        str(folder), device="cpu", dtype="float32", threads=1, max_model_len=1024,
+        str(folder), device="cpu", dtype="float32", threads=1, max_model_len=4096,
         enable_prefix_caching=False, model_impl="argosy" if name == "argosy" else "transformers",
     )  # fmt: skip
     return lambda prompts, tokens: llm.generate(
@@ -120,10 +127,12 @@ def main() -> int:
     )
     parser.add_argument("model_type", nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--long", action="store_true", help="one request with a long prompt instead")
     parser.add_argument("--contend", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    works = LONG_WORK if options.long else WORK
     if options.contend:
-        contend(options.contend, Path(options.model_type[0]), options.rounds)
+        contend(options.contend, Path(options.model_type[0]), options.rounds, works)
         return 0
     print(f"{platform.processor() or platform.machine()}, one thread, float32, CPU seconds (median)")
     print(
@@ -144,6 +153,7 @@ def main() -> int:
                             name,
                             "--rounds",
                             str(options.rounds),
+                            *(["--long"] if options.long else []),
                         ],
                         check=True,
                         capture_output=True,
@@ -152,7 +162,7 @@ def main() -> int:
                 )
                 for name in CONTENDERS
             }
-        for work in WORK:
+        for work in works:
             ours, fallback, theirs = (statistics.median(found[name][work]) for name in CONTENDERS)
             ratios = f"{ours / fallback:.2f}, {ours / theirs:.2f}"
             print(

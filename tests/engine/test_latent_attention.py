@@ -33,19 +33,19 @@ V3 = LatentAttentionParams(
     v_head_dim=128,
     scale=192**-0.5,
 )
-SPANS = [(40, 41), (0, 1), (300, 301), (0, 30), (20, 25), (16, 50)]
+SPANS = [(40, 41), (0, 1), (300, 301), (0, 30), (20, 25), (16, 50), (30, 300)]
 """Decodes of different lengths, a prompt, a short and a long chunk."""
 
 
 class FrugalBackend(TorchBackend):
     """Plain torch with room for little at a time."""
 
-    def __init__(self, workspace_bytes: int) -> None:
+    def __init__(self, workspace_bytes: int, *, is_fused: bool) -> None:
         super().__init__(torch.float32)
-        self._bytes = workspace_bytes
+        self._bytes, self._is_fused = workspace_bytes, is_fused
 
     def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> TorchLatentAttention:
-        return TorchLatentAttention(params, weights, self._bytes)
+        return TorchLatentAttention(params, weights, self._bytes, is_fused=self._is_fused)
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
@@ -65,12 +65,16 @@ def test_a_step_has_the_results_of_the_reference(changes: dict[str, Any], block_
     )
 
 
-@pytest.mark.parametrize("workspace_bytes", [1, 20_000])
-def test_parts_of_a_step_have_the_results_of_the_whole(workspace_bytes: int) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("workspace_bytes", [1, 20_000, 1 << 20])
+def test_parts_of_a_step_have_the_results_of_the_whole(workspace_bytes: int, is_fused: bool) -> None:
     """Where a query, a head or a request at a time is computed, or a few of them."""
     case = latent_case(SMALL, SPANS)
     torch.testing.assert_close(
-        case.run(FrugalBackend(workspace_bytes)).double(), case.expected(), atol=1e-5, rtol=1e-4
+        case.run(FrugalBackend(workspace_bytes, is_fused=is_fused)).double(),
+        case.expected(),
+        atol=1e-5,
+        rtol=1e-4,
     )
 
 

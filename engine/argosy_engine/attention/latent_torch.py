@@ -16,6 +16,9 @@ from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.torch_rms_norm import rms_norm
 
+_QUERIES = 128
+"""Queries whose scores a CPU computes at a time."""
+
 
 class TorchLatentAttention:
     """One layer's latent attention in plain torch.
@@ -23,14 +26,21 @@ class TorchLatentAttention:
     Args:
         workspace_bytes: limit on what is gathered, expanded or scored at a time; exceeded only where one request's
             latents, one head or one query takes more.
+        is_fused: whether expanded prompts use torch's fused attention, as on GPUs.
     """
 
     def __init__(
-        self, params: LatentAttentionParams, weights: LatentWeights, workspace_bytes: int = WORKSPACE_BYTES
+        self,
+        params: LatentAttentionParams,
+        weights: LatentWeights,
+        workspace_bytes: int = WORKSPACE_BYTES,
+        *,
+        is_fused: bool = False,
     ) -> None:
         self._params = params
         self._weights = weights
         self._workspace_bytes = workspace_bytes
+        self._is_fused = is_fused
 
     def __call__(
         self, q: torch.Tensor, compressed: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -130,7 +140,8 @@ class TorchLatentAttention:
         num_new, seq_len = len(q_nope), len(keys)
         latent, k_rope = keys.split([params.kv_lora_rank, params.qk_rope_head_dim], dim=1)
         out = q_nope.new_empty(num_new, params.num_heads, params.v_head_dim)
-        num_heads = max(self._workspace_bytes // (seq_len * params.expanded_dim * keys.itemsize), 1)
+        head_bytes = seq_len * (params.expanded_dim * keys.itemsize + 4 * min(num_new, _QUERIES))
+        num_heads = max(self._workspace_bytes // head_bytes, 1)
         for start in range(0, params.num_heads, num_heads):
             heads = slice(start, start + num_heads)
             key_up, value_up = self._weights.key_up[heads], self._weights.value_up[heads]
@@ -138,37 +149,39 @@ class TorchLatentAttention:
             k = torch.cat((k_nope, k_rope.expand(len(key_up), -1, -1)), dim=2)
             v = torch.matmul(latent, value_up.flatten(0, 1).t()).view(seq_len, len(value_up), -1)
             q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=2)
-            out[:, heads] = self._attend(q.transpose(0, 1), k, v.transpose(0, 1)).transpose(0, 1)
+            attend = self._attend_fused if self._is_fused else self._attend_by_scores
+            out[:, heads] = attend(q.transpose(0, 1), k, v.transpose(0, 1)).transpose(0, 1)
         return out.view(num_new, -1)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_by_scores(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend from the last queries [heads, new, qk_head_dim] to k [heads, seq_len, qk_head_dim] and v
-        [heads, seq_len, v_head_dim]; returns [heads, new, v_head_dim]."""
-        num_new, seq_len, width = q.shape[1], k.shape[1], v.shape[2]
-        # torch has fused kernels for keys and values of one size only.
-        size = max(k.shape[2], width)
-        q, k, v = (F.pad(each, (0, size - each.shape[2])) for each in (q, k, v))
-        if num_new == seq_len:
-            return self._sdpa(q, k, v, None)[..., :width]
-        # A kernel that is not fused materialises the scores, so run a few queries at a time.
-        size = max(self._workspace_bytes // (4 * len(q) * seq_len), 1)
-        parts, end = [], seq_len - num_new
-        for part in q.split(size, dim=1):
-            new = part.shape[1]
-            end += new
-            visible = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(end - new)
-            parts.append(self._sdpa(part, k[:, :end], v[:, :end], visible)[..., :width])
+        [heads, seq_len, v_head_dim]; returns [heads, new, v_head_dim].
+
+        A few queries at a time, against the keys up to the last of them: two products and a softmax take a CPU half as
+        long as torch's fused kernel where there is context, and no longer without.
+        """
+        parts, end = [], k.shape[1] - q.shape[1]
+        for part in q.split(_QUERIES, dim=1):
+            start, end = end, end + part.shape[1]
+            scores = torch.bmm(part, k[:, :end].transpose(1, 2)).float().mul_(self._params.scale)
+            future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
+            scores[:, :, start:].masked_fill_(future, float("-inf"))
+            parts.append(torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v[:, :end]))
         return torch.cat(parts, dim=1)
 
-    def _sdpa(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attend; a token sees those before it if `visible` [new, seq_len] is None."""
-        return F.scaled_dot_product_attention(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self._params.scale,
-        ).squeeze(0)
+    def _attend_fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Do the same by torch's fused kernels."""
+        num_new, seq_len, width = q.shape[1], k.shape[1], v.shape[2]
+        # They take keys and values of one size only.
+        size = max(k.shape[2], width)
+        q, k, v = (F.pad(each, (0, size - each.shape[2])).unsqueeze(0) for each in (q, k, v))
+        attend, scale = F.scaled_dot_product_attention, self._params.scale
+        if num_new == seq_len:
+            return attend(q, k, v, is_causal=True, scale=scale).squeeze(0)[..., :width]
+        # Masks take memory: a few queries at a time.
+        parts, end = [], seq_len - num_new
+        for part in q.split(max(self._workspace_bytes // (4 * seq_len), 1), dim=2):
+            start, end = end, end + part.shape[2]
+            visible = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
+            parts.append(attend(part, k[:, :, :end], v[:, :, :end], attn_mask=visible, scale=scale))
+        return torch.cat(parts, dim=2).squeeze(0)[..., :width]

@@ -23,7 +23,7 @@ class TritonLatentAttention:
     def __init__(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
         self._params = params
         self._weights = weights
-        self._torch = TorchLatentAttention(params, weights)
+        self._torch = TorchLatentAttention(params, weights, is_fused=True)
 
     def __call__(
         self, q: torch.Tensor, compressed: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
