@@ -64,6 +64,7 @@ _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("glm4", {"head_dim": 20}, {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
     ("mistral", {"sliding_window": 20}, {"layer_types": _KINDS}),
     ("olmoe", {}, {"sliding_window": 20}),
     ("smollm3", {"sliding_window": 20}, {"layer_types": _KINDS}),
@@ -90,11 +91,49 @@ def test_config_files_mean_what_they_mean_to_transformers(
     assert served(reference.eval(), tmp_path)[:2] == ("served", "")
 
 
+@pytest.mark.timeout(300)
+def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) -> None:
+    """transformers reads their types only where there is no wrapper."""
+    reference = write_checkpoint("mistral3", tmp_path, sliding_window=20, layer_types=_KINDS)
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("glm4v", {"hidden_act": "gelu"}),
+        ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("mistral3", {"hidden_act": "gelu"}),
+    ],
+)
+def test_text_parts_that_ours_does_not_compute_are_left_to_transformers(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = write_checkpoint(model_type, tmp_path, **fields)
+    assert served(reference, tmp_path)[:2] == ("served", "")
+
+
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
 def test_zero_groups_of_experts_are_refused(name: str) -> None:
     raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
     with pytest.raises(ConfigError, match=">= 1"):
         parse_config(raw, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_dim": 23}, "only an even part of an even head"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}}, "beta_fast"),
+    ],
+)
+def test_rope_that_cannot_be_computed_is_refused_by_the_config_alone(
+    fields: dict[str, Any], reason: str
+) -> None:
+    raw = {**small_config("glm4").to_dict(), "architectures": ["Glm4ForCausalLM"], **fields}
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(raw, {}, {}, "argosy")
 
 
 @pytest.mark.timeout(20)

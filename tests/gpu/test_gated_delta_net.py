@@ -3,19 +3,22 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from argosy_engine.attention.layer import StateLayer
-from argosy_engine.layers.delta_net import TritonDeltaNet
+from argosy_engine.layers.delta_net import TorchDeltaNet, TritonDeltaNet
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.triton_kernels.gated_delta_net import requests_of_tokens
+from argosy_engine.triton_kernels.gated_delta_net import chunks_of_prompts, requests_of_tokens
 from attention_cases import attention_metadata, bind_sequence, sequence_inputs
-from delta_net_cases import BLOCK_SIZE, SIZES, check_steps, inputs_of, weights_of
+from delta_net_cases import BLOCK_SIZE, SIZES, check_steps, inputs_of, reference, weights_of
 from random_checkpoints import KINDS, make_checkpoint
 
 STEPS = {
+    "several chunks": [[(0, 70)], [(70, 103)], [(103, 104)]],
     "one token, a chunk, a decode": [[(0, 1)], [(1, 2)], [(2, 20)], [(20, 21)]],
     "several requests": [[(0, 1), (0, 2), (0, 17)], [(1, 2), (2, 3), (17, 18)], [(2, 3), (3, 12)]],
 }
@@ -62,6 +65,37 @@ def test_padding_changes_nothing():
     for few, many in zip(*states, strict=True):
         torch.testing.assert_close(few, many, equal_nan=True, rtol=0, atol=0)
         assert few[3].isnan().all(), "no other block is written"
+
+
+def test_keys_too_large_for_chunks():
+    params = structs.replace(SIZES["one head"], key_dim=300)
+    check_steps(TritonDeltaNet(params, weights_of(params)), params, torch.float32, [[(0, 3)], [(3, 5)]])
+
+
+def test_keys_that_are_all_alike():
+    """Of which each changes what all before it have changed: the worst case of a chunk's triangular system."""
+    params, steps = SIZES["one head"], [[(0, 64)]]
+    weights = weights_of(params)._replace(rates=torch.zeros(1), conv=torch.zeros(2, params.num_channels))
+    weights.conv[-1] = 1.0
+    qkvz, ba = torch.ones(64, params.num_channels + params.num_values), torch.full((64, 2), 9.0)
+    qkvz[:, 64:80] = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for kernel in (TritonDeltaNet, TorchDeltaNet):
+        state = StateLayer(params.state, torch.float32)
+        shapes = [((6, *shape), dtype) for shape, dtype in state.tensors]
+        state.bind([torch.zeros(shape, dtype=dtype) for shape, dtype in shapes], 64)
+        meta = attention_metadata(steps[0], torch.tensor([[1]]), 64)
+        outputs.append(kernel(params, weights)(qkvz, ba, state, meta))
+    expected = reference(params, weights, qkvz, ba)
+    for out in outputs:
+        torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_chunks_of_prompts():
+    starts = np.array([0, 1, 2, 42, 47, 63], np.int32)
+    chunks = chunks_of_prompts(starts, 2)
+    assert chunks.tolist() == [[2, 18], [18, 34], [34, 42], [42, 47], [47, 63]]
+    assert chunks_of_prompts(starts[:3], 2).shape == (0, 2)
 
 
 def test_requests_of_tokens():

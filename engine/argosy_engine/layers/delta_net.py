@@ -4,8 +4,9 @@ Queries, keys and values go through a short causal convolution and silu; each he
 (arXiv 2412.06464) with a decay and a rate per token, and a norm that z gates ends it. Of each request a layer keeps the
 convolution's last inputs and the heads' states, in blocks (`attention.layer.StateLayer`).
 
-Our CPU kernels compute a layer in one call, Triton's kernels in four launches. Plain torch does what neither can:
-decodes together, the tokens of other requests in chunks, each of which is a triangular system and a few products.
+Our CPU kernels compute a layer in one call, Triton's kernels in four launches, and two more where there are prompts.
+Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a
+triangular system and a few products.
 """
 
 from __future__ import annotations
@@ -127,13 +128,9 @@ class TritonDeltaNet:
     """Our Triton kernels. What they are launched with depends on the numbers of tokens and requests only."""
 
     def __init__(self, params: DeltaNetParams, weights: DeltaNetWeights) -> None:
-        from argosy_engine.triton_kernels.gated_delta_net import (
-            DeltaNetShape,
-            gated_delta_net,
-            requests_of_tokens,
-        )
+        from argosy_engine.triton_kernels import gated_delta_net as kernels
 
-        self._shape = DeltaNetShape(
+        self._shape = kernels.DeltaNetShape(
             params.num_key_heads,
             params.num_value_heads,
             params.key_dim,
@@ -141,20 +138,17 @@ class TritonDeltaNet:
             params.kernel_size,
         )
         self._weights = weights
-        self._run, self._requests_of_tokens = gated_delta_net, requests_of_tokens
+        self._kernels = kernels
 
     def __call__(
         self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
     ) -> torch.Tensor:
         meta = meta.of_group(state.group)
-        requests: torch.Tensor | None = None
+        requests = chunks = None
         if len(qkvz) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
-            requests = meta.shared.get(TritonDeltaNet)
-            if requests is None:
-                requests = self._requests_of_tokens(meta.query_start_loc, len(qkvz))
-                meta.shared[TritonDeltaNet] = requests
+            requests, chunks = self._prompts(meta, len(qkvz))
         weights, (conv_states, states) = self._weights, state.states
-        return self._run(
+        return self._kernels.gated_delta_net(
             self._shape,
             qkvz,
             ba,
@@ -166,12 +160,26 @@ class TritonDeltaNet:
             conv_states,
             states,
             requests,
+            chunks,
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
             state.block_size,
+            meta.num_decodes,
             norm_eps=NORM_EPS,
         )
+
+    def _prompts(self, meta: AttentionMetadata, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return which request each token is of, and the chunks of requests with several, which layers share."""
+        found: tuple[torch.Tensor, torch.Tensor | None] | None = meta.shared.get(TritonDeltaNet)
+        if found is None:
+            chunks = None
+            if self._shape.key_dim <= self._kernels.MAX_CHUNK_KEYS:
+                rows = self._kernels.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes)
+                chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
+            found = self._kernels.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
+            meta.shared[TritonDeltaNet] = found
+        return found
 
 
 class TorchDeltaNet:

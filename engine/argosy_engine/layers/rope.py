@@ -13,7 +13,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     """Return the radians per position of each pair that is rotated, float32 [rotary_dim / 2] on the CPU.
 
     Raises:
-        ConfigError: see `RopeParameters.rotary_dim`.
+        NotOurs: see `RopeParameters.rotary_dim`.
     """
     head_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -7,7 +7,7 @@ field its family's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from msgspec.structs import replace
 
@@ -65,6 +65,14 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     logits_scaling: Positive = 1.0
     """Logits are divided by it."""
     experts: ExpertsConfig | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        config = super().of(fields)
+        for rope in (config.rope, config.local_rope):
+            if rope is not None:
+                rope.rotary_dim(config.head_dim)
+        return config
 
     def rotates(self, index: int) -> bool:
         return index not in self.unrotated_layers

@@ -15,6 +15,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, Size
 
 _KINDS = ("default", "linear", "llama3", "yarn")
+_Turns = Annotated[float, Meta(ge=1e-9, le=1e12)]
 
 
 class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,8 +27,8 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     original_max_position_embeddings: Size = 1
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
+    beta_fast: _Turns = 32.0
+    beta_slow: _Turns = 1.0
     attention_factor: Positive | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -41,11 +42,11 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return the number of elements of a head that are rotated.
 
         Raises:
-            ConfigError: it is odd or 0, or what is left is odd.
+            NotOurs: it is odd or 0, or what is left is odd.
         """
         size = int(head_dim * self.partial_rotary_factor)
         if size < 2 or size % 2 or head_dim % 2:
-            raise ConfigError(
+            raise NotOurs(
                 f"partial_rotary_factor {self.partial_rotary_factor:g} of a head of {head_dim} is {size}; only an even "
                 "part of an even head can be rotated"
             )

@@ -81,7 +81,8 @@ def with_outer_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
-    """Return the text part's config.json, `architectures` included; None if it is not one of ours.
+    """Return the text part's config.json, `architectures` included; None if it is not one of ours, or the wrapper is
+    not that of the config's model type.
 
     Args:
         config: transformers' config object, which knows the defaults of both.
@@ -91,6 +92,11 @@ def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
     fields = text.to_dict()
     if architecture is None or fields.get("final_logit_softcapping") is not None:
         return None
+    wrapper = raw["architectures"][0].removesuffix(WRAPPER)
+    if wrapper.replace("_", "").lower() != config.model_type.replace("_", ""):
+        return None
+    if text.model_type == "mistral":
+        fields.pop("layer_types", None)  # by which transformers tells Ministral 8B, but not in a wrapper
     outer = with_outer_fields(raw)
     return {
         **fields,

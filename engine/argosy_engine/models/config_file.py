@@ -85,6 +85,7 @@ def parse_config(
     _refuse_code(raw)
     architecture = _architecture(raw)
     wrapper: str | None = None
+    whole = raw
     if is_wrapper(raw, architecture):
         wrapper = architecture
         raw, architecture = _text_part(raw, architecture, model_impl)
@@ -104,6 +105,8 @@ def parse_config(
         if not registry.falls_back(architecture, model_impl):
             raise
         try:
+            if wrapper is not None:  # transformers' model has the wrapper's config
+                return parse_config(whole, generation, hf_quant_config, "transformers")
             return _config(raw, architecture, "transformers", common)
         except ConfigError as error:
             raise ConfigError(f"{reason}, and by transformers' code: {error}") from None

@@ -2,30 +2,46 @@
 
     delta_inputs    convolution over the tokens before, silu, q and k of length 1; decay and rate of each head
     keep_inputs     the last inputs of the convolution, for the next step
-    delta_rule      the states, token by token, and what queries read from them
+    delta_rule      of decodes the states, and what queries read from them
+    chunk_systems   of prompts what does not depend on states, for each chunk of tokens by itself
+    scan_chunks     of prompts the states, chunk by chunk, and what queries read from them
     gated_norm      RMSNorm of each head, multiplied by silu(z)
 
 Where states are, and whether a request has one, kernels find by themselves in the step's lengths and block table on the
 device: steps of a size take the same launches, so CUDA graphs can repeat them. A request without tokens is padding.
 States are read and written in place; within a step no block is read that another request writes.
 
-A program of `delta_rule` keeps a few columns of a head's state in registers, for columns do not depend on each other.
-Long prompts are computed token by token, too, which takes longer than products of chunks would.
+A program keeps a few columns of a head's state in registers, for columns do not depend on each other. What a token of a
+chunk changes in a state depends on what those before it have changed: a triangular system of the chunk's keys (the WY
+representation, arXiv 2406.06484, with decays as in 2412.06464). Products are in float32, by three of tensor cores each.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from argosy_engine.triton_kernels.activations import silu
 from argosy_engine.triton_kernels.launch import launch
 
 _COLUMNS = 8
 """Columns of a state per program of `delta_rule`: with 128 rows 32 elements per thread of one warp."""
+CHUNK_SIZE = 16
+"""Tokens of a chunk. Twice as many take more registers than there are."""
+MAX_CHUNK_KEYS = 128
+"""Keys of a larger size are computed token by token in prompts, too: their chunks take more registers than there
+are."""
+_PART = 32
+"""Keys per part of a product that `scan_chunks` has in one warp."""
+_SCAN_COLUMNS = 32
+"""Columns of a state per program of `scan_chunks`."""
+_MIN_DOT = 16
+"""Least size of a product's dimensions."""
 _KEPT_BLOCK = 512
 """Channels per program of `keep_inputs`."""
 
@@ -129,7 +145,7 @@ def _delta_inputs(
         step = a + tl.load(dt_bias_ptr + value_head)
         softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         place = token * VALUE_HEADS + value_head
-        tl.store(decay_ptr + place, tl.exp(-tl.load(rates_ptr + value_head) * softplus))
+        tl.store(decay_ptr + place, -tl.load(rates_ptr + value_head) * softplus)
         tl.store(rate_ptr + place, tl.sigmoid(b))
     tl.store(qkv_ptr + token * channels + columns, mixed, mask=mask)
 
@@ -214,13 +230,154 @@ def _delta_rule(
         q = tl.load(row + q_at, mask=row_mask, other=0.0)
         k = tl.load(row + k_at, mask=row_mask, other=0.0)
         v = tl.load(row + v_at, mask=column_mask, other=0.0)
-        state *= tl.load(decay_ptr + gates_at)
+        state *= tl.exp(tl.load(decay_ptr + gates_at))
         change = (v - tl.sum(state * k[:, None], axis=0)) * tl.load(rate_ptr + gates_at)
         state += k[:, None] * change[None, :]
         tl.store(out + columns, tl.sum(state * q[:, None], axis=0), mask=column_mask)
         row += channels
         out += VALUE_HEADS * VALUE_DIM
         gates_at += VALUE_HEADS
+    tl.store(states_ptr + target * size + places, state, mask=mask)
+
+
+@triton.jit
+def _chunk_systems(
+    qkv_ptr,
+    decay_ptr,
+    rate_ptr,
+    chunks_ptr,
+    keys_ptr,
+    values_ptr,
+    scores_ptr,
+    totals_ptr,
+    channels,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """One head of one chunk per program.
+
+    With k, v, the rates b, the decays d since the chunk's begin (their logarithms are `totals`), and T the inverse of
+    the unit lower triangular matrix with b_i d_i / d_j k_i k_j: writes T (b d k) to `keys`, T (b v) to `values`, and
+    d_i / d_j q_i k_j for tokens j up to i to `scores`.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    rows, others = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+    row_mask = rows < end - start
+    first = start.to(tl.int64)
+    tokens = qkv_ptr + (first + rows) * channels
+    gates = (first + rows) * VALUE_HEADS + head
+    key_columns, value_columns = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    key_mask = row_mask[:, None] & (key_columns < KEY_DIM)[None, :]
+    value_mask = row_mask[:, None] & (value_columns < VALUE_DIM)[None, :]
+    q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    k = tl.load(
+        tokens[:, None] + (KEY_HEADS * KEY_DIM + q_at + key_columns)[None, :], mask=key_mask, other=0.0
+    )
+    rate = tl.load(rate_ptr + gates, mask=row_mask, other=0.0)
+    total = tl.cumsum(tl.load(decay_ptr + gates, mask=row_mask, other=0.0), axis=0)
+    tl.store(totals_ptr + gates, total, mask=row_mask)
+    difference = total[:, None] - total[None, :]
+    between = tl.exp(tl.where(rows[:, None] >= others[None, :], difference, 0.0))
+    products = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+    system = tl.where(rows[:, None] > others[None, :], products * between * rate[:, None], 0.0)
+    inverse = tl.where(rows[:, None] == others[None, :], 1.0, 0.0)
+    for row in range(1, CHUNK):
+        factors = tl.sum(tl.where(rows[:, None] == row, system, 0.0), axis=0)
+        change = tl.sum(factors[:, None] * inverse, axis=0)
+        inverse -= tl.where(rows[:, None] == row, change[None, :], 0.0)
+    changed = tl.dot(inverse, k * (rate * tl.exp(total))[:, None], input_precision="tf32x3")
+    tl.store(keys_ptr + gates[:, None] * KEY_DIM + key_columns[None, :], changed, mask=key_mask)
+    q = tl.load(tokens[:, None] + (q_at + key_columns)[None, :], mask=key_mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between
+    scores = tl.where(rows[:, None] >= others[None, :], scores, 0.0)
+    tl.store(scores_ptr + gates[:, None] * CHUNK + others[None, :], scores, mask=row_mask[:, None])
+    v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    v = tl.load(tokens[:, None] + (v_at + value_columns)[None, :], mask=value_mask, other=0.0)
+    values = tl.dot(inverse, v * rate[:, None], input_precision="tf32x3")
+    tl.store(values_ptr + gates[:, None] * VALUE_DIM + value_columns[None, :], values, mask=value_mask)
+
+
+@triton.jit(do_not_specialize=["first_request"])
+def _scan_chunks(
+    qkv_ptr,
+    starts_ptr,
+    lens_ptr,
+    table_ptr,
+    keys_ptr,
+    values_ptr,
+    scores_ptr,
+    totals_ptr,
+    states_ptr,
+    read_ptr,
+    first_request,
+    table_stride,
+    channels,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one head's state of one request per program."""
+    request = first_request + tl.program_id(0) // VALUE_HEADS
+    head = tl.program_id(0) % VALUE_HEADS
+    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    rows = tl.arange(0, CHUNK)
+    keys = tl.arange(0, PARTS)[:, None] * (KEY_BLOCK // PARTS) + tl.arange(0, KEY_BLOCK // PARTS)[None, :]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    key_dim_before = tl.where(computed > 0, KEY_DIM, 0)
+    column_mask = columns < VALUE_DIM
+    mask = (keys < KEY_DIM)[:, :, None] & column_mask[None, None, :]
+    mask_before = (keys < key_dim_before)[:, :, None] & column_mask[None, None, :]
+    places = head * (KEY_DIM * VALUE_DIM) + keys[:, :, None] * VALUE_DIM + columns[None, None, :]
+    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
+    size = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    state = tl.load(states_ptr + source * size + places, mask=mask_before, other=0.0)
+    q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    token = start.to(tl.int64) + rows
+    left = end - start
+    for _ in range(start, end, CHUNK):
+        row_mask = rows < left
+        key_mask = row_mask[None, :, None] & (keys < KEY_DIM)[:, None, :]
+        value_mask = row_mask[:, None] & column_mask[None, :]
+        gates = token * VALUE_HEADS + head
+        total = tl.load(totals_ptr + gates, mask=row_mask, other=0.0)
+        end_total = tl.sum(tl.where(rows == tl.minimum(left, CHUNK) - 1, total, 0.0), axis=0)
+        changed_keys = tl.load(
+            keys_ptr + gates[None, :, None] * KEY_DIM + keys[:, None, :], mask=key_mask, other=0.0
+        )
+        known = tl.sum(tl.dot(changed_keys, state, input_precision="tf32x3"), axis=0)
+        values = tl.load(
+            values_ptr + gates[:, None] * VALUE_DIM + columns[None, :], mask=value_mask, other=0.0
+        )
+        change = values - known
+        tokens = qkv_ptr + token * channels
+        q_ptr = tokens[None, :, None] + q_at + keys[:, None, :]
+        q = tl.load(q_ptr, mask=key_mask, other=0.0) * tl.exp(total)[None, :, None]
+        read = tl.sum(tl.dot(q, state, input_precision="tf32x3"), axis=0)
+        scores = tl.load(
+            scores_ptr + gates[:, None] * CHUNK + rows[None, :], mask=row_mask[:, None], other=0.0
+        )
+        read += tl.dot(scores, change, input_precision="tf32x3")
+        tl.store(read_ptr + gates[:, None] * VALUE_DIM + columns[None, :], read, mask=value_mask)
+        k = tl.load(q_ptr + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
+        k *= tl.exp(end_total - total)[None, :, None]
+        changes = tl.broadcast_to(change[None, :, :], (PARTS, CHUNK, COLUMNS))
+        added = tl.dot(tl.permute(k, (0, 2, 1)), changes, input_precision="tf32x3")
+        state = state * tl.exp(end_total) + added
+        token += CHUNK
+        left -= CHUNK
     tl.store(states_ptr + target * size + places, state, mask=mask)
 
 
@@ -261,6 +418,23 @@ def requests_of_tokens(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
 
 
+def chunks_of_prompts(starts: NDArray[np.int32], num_decodes: int) -> NDArray[np.int32]:
+    """Return the first token of each chunk of the requests after the decodes, and the index after its last, int32
+    [chunks, 2].
+
+    Args:
+        starts: int32 [R + 1], index of each request's first token, on the host.
+    """
+    firsts, ends = starts[num_decodes:-1], starts[num_decodes + 1 :]
+    counts = -(-(ends - firsts) // CHUNK_SIZE)
+    before = np.cumsum(counts) - counts
+    numbers = np.arange(counts.sum()) - np.repeat(before, counts)
+    begins = np.repeat(firsts, counts) + numbers * CHUNK_SIZE
+    return np.stack((begins, np.minimum(begins + CHUNK_SIZE, np.repeat(ends, counts))), axis=1).astype(
+        np.int32
+    )
+
+
 def gated_delta_net(
     shape: DeltaNetShape,
     qkvz: torch.Tensor,
@@ -273,10 +447,12 @@ def gated_delta_net(
     conv_states: torch.Tensor,
     states: torch.Tensor,
     requests: torch.Tensor | None,
+    chunks: torch.Tensor | None,
     starts: torch.Tensor,
     lens: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
+    num_decodes: int,
     *,
     norm_eps: float = 1e-6,
 ) -> torch.Tensor:
@@ -291,10 +467,12 @@ def gated_delta_net(
         conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
         states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
         requests: `requests_of_tokens`; None: each request has one token, or is padding behind those that have.
+        chunks: `chunks_of_prompts`, on the device; None: there are no prompts, or all tokens are computed one by one.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.
         block_size: tokens per entry of the block table.
+        num_decodes: requests with one token, or none, which come first.
         norm_eps: added to the squared length of queries and keys.
     """
     num_tokens, channels = len(qkvz), shape.num_channels
@@ -359,23 +537,24 @@ def gated_delta_net(
         BLOCK=kept_block,
         **step,
     )
+    rule = {"qkv_ptr": qkv, "states_ptr": states, "read_ptr": read, "channels": channels, **sizes, **step}
     columns = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
     launch(
         _delta_rule,
-        (num_requests * shape.num_value_heads, triton.cdiv(shape.value_dim, columns)),
+        (
+            (num_requests if chunks is None else num_decodes) * shape.num_value_heads,
+            triton.cdiv(shape.value_dim, columns),
+        ),
         num_warps=1,
         num_stages=1,
-        qkv_ptr=qkv,
         decay_ptr=decay,
         rate_ptr=rate,
-        states_ptr=states,
-        read_ptr=read,
-        channels=channels,
         KEY_BLOCK=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
-        **sizes,
-        **step,
+        **rule,
     )
+    if chunks is not None:
+        _compute_chunks(shape, rule, decay, rate, chunks, num_decodes, num_requests - num_decodes)
     z = qkvz[:, channels:]
     launch(
         _gated_norm,
@@ -395,3 +574,65 @@ def gated_delta_net(
         HEAD_BLOCK=triton.next_power_of_2(shape.value_dim),
     )
     return out
+
+
+def _compute_chunks(
+    shape: DeltaNetShape,
+    rule: dict[str, Any],
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    chunks: torch.Tensor,
+    num_decodes: int,
+    num_prompts: int,
+) -> None:
+    """Launch the rule for the requests after the decodes.
+
+    Args:
+        rule: arguments that kernels of the rule have in common.
+    """
+    num_tokens, heads = decay.shape
+
+    def empty(width: int) -> torch.Tensor:
+        return torch.empty(num_tokens, heads, width, dtype=torch.float32, device=decay.device)
+
+    parts = {
+        "keys_ptr": empty(shape.key_dim),
+        "values_ptr": empty(shape.value_dim),
+        "scores_ptr": empty(CHUNK_SIZE),
+        "totals_ptr": empty(1),
+        "CHUNK": CHUNK_SIZE,
+        "KEY_BLOCK": max(triton.next_power_of_2(shape.key_dim), _MIN_DOT),
+    }
+    only_scan = (
+        "states_ptr",
+        "read_ptr",
+        "starts_ptr",
+        "lens_ptr",
+        "table_ptr",
+        "table_stride",
+        "BLOCK_SIZE",
+    )
+    launch(
+        _chunk_systems,
+        (len(chunks), heads),
+        num_warps=8,
+        num_stages=1,
+        decay_ptr=decay,
+        rate_ptr=rate,
+        chunks_ptr=chunks,
+        VALUE_BLOCK=max(triton.next_power_of_2(shape.value_dim), _MIN_DOT),
+        **parts,
+        **{name: value for name, value in rule.items() if name not in only_scan},
+    )
+    columns = min(max(triton.next_power_of_2(shape.value_dim), _MIN_DOT), _SCAN_COLUMNS)
+    launch(
+        _scan_chunks,
+        (num_prompts * heads, triton.cdiv(shape.value_dim, columns)),
+        num_warps=4,
+        num_stages=1,
+        first_request=num_decodes,
+        PARTS=max(triton.next_power_of_2(shape.key_dim) // _PART, 1),
+        COLUMNS=columns,
+        **parts,
+        **rule,
+    )

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.gated_delta_net import DeltaNetShape, gated_delta_net, requests_of_tokens
+from argosy_engine.triton_kernels.gated_delta_net import (
+    MAX_CHUNK_KEYS,
+    DeltaNetShape,
+    gated_delta_net,
+    requests_of_tokens,
+)
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -52,10 +57,12 @@ def _call(shape: DeltaNetShape, dtype: torch.dtype, *, has_prompts: bool = True)
             empty(4, shape.kernel_size - 1, shape.num_channels, dtype=dtype),
             empty(4, heads, shape.key_dim, shape.value_dim),
             requests_of_tokens(starts, tokens) if has_prompts else None,
+            empty(12, 2, dtype=torch.int32) if has_prompts and shape.key_dim <= MAX_CHUNK_KEYS else None,
             starts,
             empty(rows, dtype=torch.int32),
             empty(rows, 64, dtype=torch.int32),
             16,
+            2 if has_prompts else rows,
         )
 
     return call
