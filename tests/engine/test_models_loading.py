@@ -407,12 +407,13 @@ def test_what_is_in_no_file_is_named_by_a_load_and_by_doctor(dropped: str, messa
 @pytest.mark.parametrize("name", KINDS)
 def test_the_plan_is_what_is_loaded(name: str, made: Any) -> None:
     path, reference = made(name)
-    config: Any = load_model_config(path)
+    config = load_model_config(path)
     plan = plan_weights(config, torch.bfloat16)
     corrections = [each for name, each in reference.named_buffers() if name.endswith("correction_bias")]
+    precise: tuple[str, ...] = ("A_log", "dt_bias", "linear_attn.norm.weight")
     experts = getattr(config, "experts", None)
-    routers = ("mlp.gate.weight",) if experts is not None and experts.has_float32_router else ()
-    precise = ("A_log", "dt_bias", "linear_attn.norm.weight", *routers)
+    if experts is not None and experts.has_float32_router:
+        precise += ("mlp.gate.weight",)
     assert plan.num_bytes == 4 * sum(each.numel() for each in corrections) + sum(
         parameter.numel() * (4 if parameter_name.endswith(precise) else 2)
         for parameter_name, parameter in reference.named_parameters()
