@@ -42,7 +42,7 @@ LIMITS = {
     "Llama-3-8B": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B": Limits(13, 9, 1.04),
     "gpt-oss-20b": Limits(13, 9, 1.04),
-    "GLM-4.5-Air": Limits(18, 9, 1.03),
+    "GLM-4.5-Air": Limits(19, 9, 1.03),
     "Gemma-3-12B": Limits(10, 11, 1.04),
     "Qwen3-8B-FP8-dynamic": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B-FP8-dynamic": Limits(13, 9, 1.06),
