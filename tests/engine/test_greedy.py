@@ -148,7 +148,7 @@ def test_unsupported_checkpoints_are_refused(random_checkpoint: Any, tmp_path: P
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 16, **change}))
         with pytest.raises(ConfigError, match=message):
-            InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))
+            InprocClient(EngineArgs.of(model=str(tmp_path), model_impl="argosy", **EXACT))
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [("fpu avx512f", "float32"), ("fpu avx512_bf16", "bfloat16")])

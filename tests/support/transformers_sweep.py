@@ -9,6 +9,7 @@ import random
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,15 +67,15 @@ def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
             lengths = _LENGTHS if mode == "preempted" else (*_LENGTHS, _LONG)
             prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
             prompts.append(prompts[3] + [5, 6, 7])
-            client = InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags, **more))
-            counter = PreemptionCounter(client)
             rounds = [prompts[:4], prompts[4:]] if mode == "chunked" else [prompts]
-            outputs = {}
-            for each in rounds:  # the last prompt finds its prefix cached
-                found, hits = generated(client, each, len(outputs))
-                outputs |= found
-                cached += sum(hits.values())
-            preemptions += counter.total
+            outputs: dict[int, list[int]] = {}
+            with closing(InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags, **more))) as client:
+                counter = PreemptionCounter(client)
+                for each in rounds:  # the last prompt finds its prefix cached
+                    found, hits = generated(client, each, len(outputs))
+                    outputs |= found
+                    cached += sum(hits.values())
+                preemptions += counter.total
             for index, prompt in enumerate(prompts):
                 lines = differing_tokens(reference, prompt, outputs[index])
                 if lines or len(outputs[index]) != _NEW_TOKENS:
