@@ -107,15 +107,29 @@ class SparseMLP:
         return self.sum_ranks(mixed)[: len(x)]
 
 
-def sparse_mlp(
-    factory: LayerFactory, prefix: str, hidden: int, experts: ExpertsConfig, *, bias: bool
-) -> SparseMLP:
-    """Make the mixture of experts of a layer, with what all tokens take besides.
+def decoder_mlp(
+    factory: LayerFactory,
+    prefix: str,
+    index: int,
+    hidden: int,
+    inner: int,
+    experts: ExpertsConfig | None,
+    *,
+    bias: bool,
+    is_fused: bool = False,
+) -> GatedMLP | SparseMLP:
+    """Make the MLP of a decoder's layer: a gated one, or a mixture of experts with what all tokens take besides.
 
     Args:
         prefix: of the layer's tensors.
-        bias: whether the projections of the MLP that all tokens take have one.
+        index: of the layer.
+        inner: intermediate size of a gated MLP.
+        experts: None: no layer has any.
+        bias: whether the projections of gated MLPs have one.
+        is_fused: see `GatedMLP`.
     """
+    if experts is None or not experts.is_sparse[index]:
+        return GatedMLP(factory, prefix + "mlp.", hidden, inner, bias=bias, is_fused=is_fused)
     prefix += experts.mlp
     shared = shared_gate = None
     if experts.shared_size:

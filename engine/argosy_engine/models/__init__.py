@@ -1,6 +1,7 @@
 """Model architectures: the forward pass over flattened tokens, made of `layers` from a `checkpoint`.
 
     registry               architectures by their name in config.json
+    decoder                what llama, qwen3_next and deepseek have in common
     llama                  Llama and what differs from it by its config: Qwen, Mistral, GLM, gpt-oss, ...
     qwen3_next             Qwen3-Next and Qwen3.5
     gemma                  Gemma 2 and the text part of Gemma 3

@@ -6,16 +6,15 @@ from __future__ import annotations
 import torch
 
 from argosy_engine.attention.layer import LatentAttention
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear import Linear
-from argosy_engine.layers.mlp import GatedMLP, sparse_mlp
+from argosy_engine.layers.mlp import decoder_mlp
 from argosy_engine.layers.norms import InputNorm
 from argosy_engine.model_configs.deepseek_config import DeepseekConfig
-from argosy_engine.models.llama import MLP
+from argosy_engine.models.decoder import Decoder, MixerLayer
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 _LATENT_EPS = 1e-6
@@ -81,87 +80,32 @@ def _rotated_at(start: int, config: DeepseekConfig) -> tuple[int, ...] | None:
     return None if order is None else (*range(start), *(start + index for index in order))
 
 
-class DeepseekLayer:
-    """Latent attention and an MLP, dense or of experts, each after an RMSNorm."""
-
-    def __init__(
-        self,
-        config: DeepseekConfig,
-        factory: LayerFactory,
-        index: int,
-        params: LatentAttentionParams,
-        rotary: RotaryEmbedding,
-    ) -> None:
-        prefix = f"model.layers.{index}."
-        eps, hidden = config.rms_norm_eps, config.hidden_size
-        self.self_attention = LatentSelfAttention(config, factory, prefix + "self_attn.", params, rotary)
-        self.input_norm = factory.input_norm(
-            prefix + "input_layernorm", hidden, eps, feeds=self.self_attention
-        )
-        self.mlp = _make_mlp(config, factory, prefix, index)
-        self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=self.mlp)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair.
-
-        The sum is left to the next norm, which reads both anyway. The residual is updated in place.
-        """
-        if residual is None:
-            residual, normed = x, self.input_norm(x)
-        else:
-            normed = self.input_norm.after_adding(x, residual)
-        attended = self.self_attention(normed, meta)
-        normed = self.post_norm.after_adding(attended, residual)
-        return self.mlp(normed, meta.slot_mapping), residual
-
-    def parts_to_compile(self) -> list[CompilablePart]:
-        return []
-
-
-def _make_mlp(config: DeepseekConfig, factory: LayerFactory, prefix: str, index: int) -> MLP:
-    hidden, experts = config.hidden_size, config.experts
-    if experts is None or not experts.is_sparse[index]:
-        return GatedMLP(factory, prefix + "mlp.", hidden, config.intermediate_size, bias=config.mlp_bias)
-    return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
-
-
-class Deepseek:
-    """Embedding, decoder layers, final norm and output head."""
-
-    checkpoint_prefix = "model."
-    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+class Deepseek(Decoder[MixerLayer[LatentSelfAttention]]):
+    """See `Decoder`."""
 
     def __init__(self, config: DeepseekConfig, factory: LayerFactory) -> None:
-        vocab_size, hidden = config.vocab_size, config.hidden_size
-        before = factory.before_layers(is_tied=config.tie_word_embeddings)
-        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        self._config = config
+        super().__init__(config, factory, config.rms_norm_eps)
+
+    def make_layers(self, factory: LayerFactory) -> list[MixerLayer[LatentSelfAttention]]:
+        config = self._config
         rotary = factory.rotary(config.rope, config.qk_rope_head_dim)
-        self.layers = [
-            DeepseekLayer(config, factory, index, params, rotary)
-            for index, params in factory.own_layers(config.attention_layers, LatentAttentionParams)
-        ]
-        after = factory.after_layers()
-        self.norm = after.rms_norm("model.norm", hidden, config.rms_norm_eps)
-        self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
+        layers = []
+        for index, params in factory.own_layers(config.attention_layers, LatentAttentionParams):
+            prefix = f"model.layers.{index}."
+            mixer = LatentSelfAttention(config, factory, prefix + "self_attn.", params, rotary)
+            mlp = decoder_mlp(
+                factory,
+                prefix,
+                index,
+                config.hidden_size,
+                config.intermediate_size,
+                config.experts,
+                bias=config.mlp_bias,
+            )
+            layers.append(MixerLayer(config, factory, prefix, config.rms_norm_eps, mixer, mlp))
+        return layers
 
     @property
     def attention_layers(self) -> list[LatentAttention]:
-        return [layer.self_attention.attention for layer in self.layers]
-
-    def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
-        x = self.embedding(inputs.token_ids) if inputs.hidden is None else inputs.hidden
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, inputs.meta)
-        return x if residual is None else residual.add_(x)
-
-    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to hidden [R, hidden_size]."""
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
-        return self.lm_head.logits(self.norm(hidden))
+        return [layer.mixer.attention for layer in self.layers]

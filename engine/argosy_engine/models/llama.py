@@ -6,8 +6,6 @@ fused (q, k, v; gate, up), so a layer takes four matrix products.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
@@ -17,18 +15,11 @@ from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.mlp import GatedMLP, sparse_mlp
+from argosy_engine.layers.mlp import GatedMLP, decoder_mlp
 from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.quantized_rows import Activations, TakesRows
-
-
-class MLP(TakesRows, Protocol):
-    """An MLP of any kind."""
-
-    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Map x [T, hidden_size] to its shape. slot_mapping [T] tells padding."""
-        ...
+from argosy_engine.models.decoder import MLP, Decoder
+from argosy_engine.quantized_rows import Activations
 
 
 class LlamaAttention:
@@ -130,10 +121,7 @@ class DecoderLayer:
         residual: torch.Tensor | None,
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair.
-
-        The sum is left to the next norm, which reads both anyway. The residual is updated in place.
-        """
+        """See `decoder.Layer`."""
         if residual is None:
             residual, qkv = x, self.block.qkv(self.input_norm(x))
         else:
@@ -202,7 +190,7 @@ class OutputNormLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DecoderLayer`."""
+        """See `decoder.Layer`."""
         normed: Activations
         if residual is None:
             residual, normed = x, x if self.input_norm is None else self.input_norm(x)
@@ -227,71 +215,57 @@ def make_mlp(config: LlamaConfig, factory: LayerFactory, prefix: str, index: int
     Args:
         prefix: of the layer's tensors.
     """
-    experts, hidden = config.experts, config.hidden_size
-    if experts is None or not experts.is_sparse[index]:
-        return GatedMLP(
-            factory,
-            prefix + "mlp.",
-            hidden,
-            config.intermediate_size,
-            bias=config.mlp_bias,
-            is_fused=config.has_fused_mlp,
-        )
-    return sparse_mlp(factory, prefix, hidden, experts, bias=config.mlp_bias)
+    return decoder_mlp(
+        factory,
+        prefix,
+        index,
+        config.hidden_size,
+        config.intermediate_size,
+        config.experts,
+        bias=config.mlp_bias,
+        is_fused=config.has_fused_mlp,
+    )
 
 
-class Llama:
-    """Embedding, decoder layers, final norm and output head."""
-
-    checkpoint_prefix = "model."
-    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+class Llama(Decoder[DecoderLayer | OutputNormLayer]):
+    """See `Decoder`."""
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         self.config = config
-        vocab_size, hidden = config.vocab_size, config.hidden_size
-        before = factory.before_layers(is_tied=config.tie_word_embeddings)
-        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        super().__init__(config, factory, config.rms_norm_eps)
+        parts = [each for layer in self.layers if (each := layer.parts())]
+        self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
+        """Runs all layers at once, if the attention backend can."""
+
+    def make_layers(self, factory: LayerFactory) -> list[DecoderLayer | OutputNormLayer]:
+        config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
         local = config.local_rope
         local_rotary = rotary if local is None else factory.rotary(local, config.head_dim)
         make_layer = DecoderLayer if config.norms == "inputs" else OutputNormLayer
-        self.layers: list[DecoderLayer | OutputNormLayer] = []
+        layers: list[DecoderLayer | OutputNormLayer] = []
         for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             used = rotary if config.sliding_windows[index] is None else local_rotary
             mlp = make_mlp(config, factory, f"model.layers.{index}.", index)
-            self.layers.append(
+            layers.append(
                 make_layer(config, factory, index, params, used if config.rotates(index) else None, mlp)
             )
-        parts = [each for layer in self.layers if (each := layer.parts())]
-        self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
-        """Runs all layers at once, if the attention backend can."""
-        after = factory.after_layers()
-        self.norm = after.rms_norm("model.norm", hidden, config.rms_norm_eps)
-        self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
+        return layers
 
     @property
     def attention_layers(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]
 
-    def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
-        if (x := inputs.hidden) is None:
-            x = self.embedding(inputs.token_ids)
-            if self.config.embedding_multiplier != 1.0:
-                x = x * self.config.embedding_multiplier
-        if self.fused is not None:
-            return self.fused(x, inputs.meta)
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, inputs.meta)
-        return x if residual is None else residual.add_(x)
+    def embed(self, inputs: ModelInputs) -> torch.Tensor:
+        if inputs.hidden is not None or self.config.embedding_multiplier == 1.0:
+            return super().embed(inputs)
+        return self.embedding(inputs.token_ids) * self.config.embedding_multiplier
 
-    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to hidden [R, hidden_size]."""
-        return self.norm(hidden)
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        if self.fused is not None:
+            return self.fused(self.embed(inputs), inputs.meta)
+        return super().forward(inputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
-        logits = self.lm_head.logits(self.norm(hidden))
-        scaling = self.config.logits_scaling
+        logits, scaling = super().logits(hidden), self.config.logits_scaling
         return logits if scaling == 1.0 else logits / scaling

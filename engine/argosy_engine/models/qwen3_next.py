@@ -14,13 +14,13 @@ import torch
 
 from argosy_engine.attention.backend import AttentionWeights
 from argosy_engine.attention.layer import Attention, StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.rotary import RotaryEmbedding
-from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.model_configs.qwen3_next_config import Qwen3NextConfig
-from argosy_engine.models.llama import MLP, make_mlp
+from argosy_engine.models.decoder import Decoder, MixerLayer
+from argosy_engine.models.llama import make_mlp
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -148,79 +148,28 @@ def _moved(ranges: Sequence[range], start: int) -> list[range]:
     return [range(each.start + start, each.stop + start) for each in ranges]
 
 
-class HybridLayer:
-    """A Gated DeltaNet or gated attention, and an MLP, each after an RMSNorm.
-
-    Args:
-        params: of attention; None: the layer is a Gated DeltaNet.
-    """
-
-    def __init__(
-        self,
-        config: Qwen3NextConfig,
-        factory: LayerFactory,
-        index: int,
-        params: AttentionParams | None,
-        rotary: RotaryEmbedding,
-        mlp: MLP,
-    ) -> None:
-        prefix, hidden, eps = f"model.layers.{index}.", config.hidden_size, config.rms_norm_eps
-        self.mixer: GatedAttention | GatedDeltaNet
-        if params is None:
-            self.mixer = GatedDeltaNet(config, factory, prefix + "linear_attn.")
-        else:
-            self.mixer = GatedAttention(config, factory, prefix + "self_attn.", params, rotary)
-        self.input_norm = factory.input_norm(
-            prefix + "input_layernorm", hidden, eps, feeds=self.mixer, adds_one=True
-        )
-        self.mlp = mlp
-        self.post_norm = factory.input_norm(
-            prefix + "post_attention_layernorm", hidden, eps, feeds=mlp, adds_one=True
-        )
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair. See
-        `llama.DecoderLayer`."""
-        if residual is None:
-            residual, normed = x, self.input_norm(x)
-        else:
-            normed = self.input_norm.after_adding(x, residual)
-        mixed = self.mixer(normed, meta)
-        return self.mlp(self.post_norm.after_adding(mixed, residual), meta.slot_mapping), residual
-
-    def parts_to_compile(self) -> list[CompilablePart]:
-        return []
-
-
-class Qwen3Next:
-    """Embedding, layers, final norm and output head."""
-
-    checkpoint_prefix = "model."
-    ignored_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+class Qwen3Next(Decoder[MixerLayer[GatedAttention | GatedDeltaNet]]):
+    """See `Decoder`."""
 
     def __init__(self, config: Qwen3NextConfig, factory: LayerFactory) -> None:
         self.config = config
-        vocab_size, hidden = config.vocab_size, config.hidden_size
-        before = factory.before_layers(is_tied=config.tie_word_embeddings)
-        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        super().__init__(config, factory, config.rms_norm_eps, adds_one=True)
+
+    def make_layers(self, factory: LayerFactory) -> list[MixerLayer[GatedAttention | GatedDeltaNet]]:
+        config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
         attention = iter(config.attention_layers)
-        self.layers = [
-            HybridLayer(
-                config,
-                factory,
-                index,
-                next(attention) if kind == "full_attention" else None,
-                rotary,
-                make_mlp(config, factory, f"model.layers.{index}.", index),
-            )
-            for index, kind in enumerate(config.layer_types)
-        ]
-        after = factory.after_layers()
-        self.norm = after.rms_norm("model.norm", hidden, config.rms_norm_eps, adds_one=True)
-        self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=config.tie_word_embeddings)
+        layers = []
+        for index, kind in enumerate(config.layer_types):
+            prefix = f"model.layers.{index}."
+            mlp = make_mlp(config, factory, prefix, index)
+            mixer: GatedAttention | GatedDeltaNet
+            if kind == "full_attention":
+                mixer = GatedAttention(config, factory, prefix + "self_attn.", next(attention), rotary)
+            else:
+                mixer = GatedDeltaNet(config, factory, prefix + "linear_attn.")
+            layers.append(MixerLayer(config, factory, prefix, config.rms_norm_eps, mixer, mlp, adds_one=True))
+        return layers
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -232,19 +181,3 @@ class Qwen3Next:
         return [
             layer.mixer.delta_net.state for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)
         ]
-
-    def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
-        x = self.embedding(inputs.token_ids) if inputs.hidden is None else inputs.hidden
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, inputs.meta)
-        return x if residual is None else residual.add_(x)
-
-    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to hidden [R, hidden_size]."""
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
-        return self.lm_head.logits(self.norm(hidden))
