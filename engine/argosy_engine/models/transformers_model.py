@@ -41,9 +41,9 @@ from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.layers.layer_compiler import CompilableLayer
-from argosy_engine.layers.linear_kernels import linear_kernel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import without_parts
+from argosy_engine.models.transformers_kernels import CalledLinears, use_kernels
 from argosy_engine.models.transformers_states import (
     FollowedStates,
     StateCall,
@@ -485,22 +485,6 @@ class _Call:
         return attended if self._value_dim == head_dim else attended[..., : self._value_dim]
 
 
-class KernelLinear(nn.Module):
-    """nn.Linear by our kernels, which keep the weight in a layout of their own."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        bias = None if linear.bias is None else linear.bias.detach()
-        self._kernel = linear_kernel(linear.weight.detach(), bias)
-        self.weight = linear.weight.new_full((), torch.nan).expand(linear.weight.shape)
-        """For models that ask for its dtype. The numbers are elsewhere."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.shape[-1] == self.in_features  # the kernels do not check it
-        return self._kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
-
 class TransformersModel:
     """One of transformers' causal models, loaded.
 
@@ -539,13 +523,8 @@ class TransformersModel:
             StateCall(modules[name], layer, kept, _running_states)
             for (name, kept), layer in zip(config.state_calls, self.state_layers, strict=True)
         ]
-        self._called: set[nn.Module] = set()
-        """Linear layers that were called, until `use_kernels`."""
-        self._hooks = [
-            module.register_forward_pre_hook(lambda each, _: self._called.add(each))
-            for module in model.modules()
-            if type(module) is nn.Linear
-        ]
+        self._linears: CalledLinears | None = CalledLinears(model)
+        """Until `use_kernels`."""
 
     @property
     def layers(self) -> Sequence[CompilableLayer]:
@@ -611,19 +590,13 @@ class TransformersModel:
         return any(call.continues_singly for call in self._state_calls)
 
     def use_kernels(self) -> None:
-        """Let our kernels compute the linear layers that have been called, on a CPU. Of others the model may read the
-        weight itself."""
-        for hook in self._hooks:
-            hook.remove()
+        """Let our kernels compute what they can on a CPU, now that the linear layers have been called."""
+        assert self._linears is not None
+        self._linears.end()
         if self.model.device.type == "cpu":
             use_state_kernels(self.model, _running_states)
-            for module in list(self.model.modules()):
-                for name, child in module.named_children():
-                    if child not in self._called or not isinstance(child, nn.Linear):
-                        continue
-                    if child.weight.dtype is self.model.dtype:
-                        setattr(module, name, KernelLinear(child))
-        self._called.clear()
+            use_kernels(self.model, self.model.dtype, self._linears)
+        self._linears = None  # which has the layers, and they their weights
 
     def _forward_body(self, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
