@@ -54,6 +54,8 @@ def outcome(model_type: str, path: Path, fields: dict[str, Any] | None = None, *
 def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
     """Serve a checkpoint, and compare its tokens with those of the model in transformers."""
     preemptions = cached = 0
+    right: set[tuple[tuple[int, ...], ...]] = set()
+    """Prompts with the tokens that were found to be transformers'. Modes share most prompts."""
     try:
         config = complete_config(load_model_config(path, EngineArgs.of(model=str(path), **flags).model_use))
         blocks = 1 + 10 * len(planned_groups(config, 4, 16))
@@ -77,11 +79,14 @@ def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
                     cached += sum(hits.values())
                 preemptions += counter.total
             for index, prompt in enumerate(prompts):
+                if (answered := (tuple(prompt), tuple(outputs[index]))) in right:
+                    continue
                 lines = differing_tokens(reference, prompt, outputs[index])
                 if lines or len(outputs[index]) != _NEW_TOKENS:
                     return Outcome(
                         "wrong", f"{mode}, prompt of {len(prompt)} tokens: {lines or outputs[index]}"
                     )
+                right.add(answered)
     except ConfigError as error:
         return Outcome("refused", str(error))
     return Outcome("served", "", preemptions, cached)
