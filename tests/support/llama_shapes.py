@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "rope_theta": 1e4}  # fmt: skip
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -58,6 +60,14 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("helium", {}),
     ("helium", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("helium", {"rope_parameters": _YARN}),
+    ("llama4_text", {}),
+    ("llama4_text", {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 80, "attention_bias": True,
+                     "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "num_experts_per_tok": 1,
+                     "attention_chunk_size": 20}),
+    ("llama4_text", {"moe_layers": [0, 3], "use_qk_norm": False, "attn_temperature_tuning": False, "head_dim": 32,
+                     "rope_parameters": _LLAMA3, "attention_chunk_size": None, "layer_types": None}),
+    ("llama4_text", {"moe_layers": [], "no_rope_layer_interval": 2, "layer_types": ["chunked_attention"] * 4,
+                     "num_key_value_heads": 4, "mlp_bias": True}),  # which it does not know
     ("minimax_m2", {}),
     ("minimax_m2", {"rotary_dim": 12, "num_experts_per_tok": 4}),
     ("ministral3", TEMPERATURE),

@@ -30,6 +30,7 @@ class LlamaAttention:
         config: LlamaConfig,
         factory: LayerFactory,
         prefix: str,
+        index: int,
         params: AttentionParams,
         rotary: RotaryEmbedding | None,
     ) -> None:
@@ -49,8 +50,10 @@ class LlamaAttention:
             )
         elif config.qk_norm == "width":
             self.width_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+        elif config.qk_norm == "unweighted" and rope is not None:
+            q_norm = k_norm = torch.ones(dim, dtype=factory.dtype, device=factory.device)
         sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None
-        self.temperature = config.temperature
+        self.temperature = config.temperature_of(index)
         self.attention = factory.attention(
             params,
             AttentionWeights(rotary, q_norm, k_norm, eps, sinks=sinks),
@@ -92,7 +95,7 @@ class DecoderLayer:
         prefix = f"model.layers.{index}."
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.mlp = mlp
-        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", index, params, rotary)
         self.input_norm = factory.input_norm(prefix + "input_layernorm", hidden, eps, feeds=self.block.qkv)
         self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=mlp)
         self.attention = self.block.attention
@@ -169,7 +172,7 @@ class OutputNormLayer:
         prefix = f"model.layers.{index}."
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.mlp = mlp
-        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", index, params, rotary)
         self.attention = self.block.attention
         self.input_norm = self.mlp_norm = None
         if config.norms == "both":

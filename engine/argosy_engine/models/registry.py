@@ -108,6 +108,7 @@ _FAMILIES = {
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
+    "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
