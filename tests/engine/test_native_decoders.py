@@ -62,6 +62,8 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
 _KINDS = ["sliding_attention", "full_attention"] * 2
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("cohere2", {}, {"layer_types": ..., "sliding_window_pattern": 2}),
+    ("cohere2", {}, {"layer_types": ..., "use_qk_norm": True}),
     ("ernie4_5_moe", {}, {"moe_norm_min": 0.9}),
     ("ernie4_5_moe", {}, {"num_experts_per_tok": 3}),
     ("ernie4_5_moe", {}, {"num_experts_per_tok": 3, "moe_k": None}),
@@ -108,6 +110,9 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
+        ("cohere", {"hidden_act": "gelu"}),
+        ("cohere", {"logit_scale": -0.5}),
+        ("cohere2", {"logit_scale": -0.5}),
         ("glm4v", {"hidden_act": "gelu"}),
         ("llama4", {"attn_scale": -0.2}),
         ("llama4_text", {"attn_scale": -0.2}),
@@ -115,6 +120,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("llama4_text", {"rope_parameters": _YARN}),
         ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral3", {"hidden_act": "gelu"}),
+        ("starcoder2", {"hidden_act": "silu"}),
     ],
 )
 def test_what_ours_does_not_compute_is_left_to_transformers(
@@ -231,6 +237,12 @@ def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> Non
 
 
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
+    (
+        "cohere",
+        {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 24},
+        False,
+    ),
+    ("cohere2", {}, False),
     ("dots1", {**GROUPS, "attention_bias": True}, True),
     ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}, False),
     ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
@@ -254,6 +266,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen2_moe", {}, True),
     ("solar_open", {**GROUPS, "attention_bias": True}, False),
     ("solar_open", {"n_shared_experts": 2}, True),
+    ("starcoder2", {}, False),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
 

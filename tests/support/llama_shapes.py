@@ -33,6 +33,14 @@ PARTIAL_ROPE = {
 """Of Phi-3: a part of each head is rotated."""
 _KINDS = ["sliding_attention", "full_attention"] * 2
 LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"num_key_value_heads": 2}),
+    ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 24,
+                "logit_scale": 0.8, "num_key_value_heads": 2, "mlp_bias": True}),  # which it does not know
+    ("cohere", {"rope_parameters": _YARN, "use_qk_norm": True, "layer_norm_eps": 0.01}),
+    ("cohere2", {}),
+    ("cohere2", {"layer_types": _KINDS, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 24,
+                 "logit_scale": 1.7}),
+    ("cohere2", {"layer_types": ["full_attention"] * 4, "sliding_window": None, "num_key_value_heads": 2}),
     ("dots1", {}),
     ("dots1", {**GROUPS, "attention_bias": True, "norm_topk_prob": True, "n_shared_experts": 2}),
     ("dots1", {"max_window_layers": 2, "n_shared_experts": 1, "tie_word_embeddings": True}),
@@ -89,6 +97,10 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 40}),
     ("seed_oss", {}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("starcoder2", {}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "head_dim": 24, "sliding_window": 20,
+                    "norm_epsilon": 0.01}),
+    ("starcoder2", {"hidden_act": "gelu", "rope_parameters": _LLAMA3, "num_key_value_heads": 4}),
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 20,
                  "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),

@@ -41,9 +41,10 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     """Of layers with a sliding window, if theirs is another."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers without RoPE (NoPE)."""
-    qk_norm: Literal["head", "width", "unweighted"] | None
+    qk_norm: Literal["head", "width", "unweighted", "heads"] | None
     """RMSNorm before RoPE, on each head of q and k (Qwen3) or over all of them at once (OLMo 2), or on each without
-    a weight, where there is RoPE (Llama 4, after RoPE, which keeps a head's length)."""
+    a weight, where there is RoPE (Llama 4, after RoPE, which keeps a head's length). `heads`: a LayerNorm on each, with
+    weights for each (Command R+)."""
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     """Where attention and MLP have RMSNorms: on what they get, or on what they give before it is added."""
     attention_bias: bool
@@ -111,6 +112,15 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
+    def check_activation(cls, raw: RawConfig) -> None:
+        """
+        Raises:
+            NotOurs: MLPs have another activation than ours compute.
+        """
+        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise NotOurs(f"activation {activation!r} is not supported, only silu")
+
+    @classmethod
     def differences(cls, raw: RawConfig) -> dict[str, Any]:
         """Return what is not as in Llama, as `_DIFFERENCES` says it."""
         return _DIFFERENCES[raw["architectures"][0]](raw)
@@ -118,8 +128,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         architecture = raw["architectures"][0]
-        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise NotOurs(f"activation {activation!r} is not supported, only silu")
+        cls.check_activation(raw)
         heads = raw.get("num_attention_heads")
         fields = {
             "vocab_size": raw.get("vocab_size"),
@@ -763,7 +772,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
 _KV_HEADS = {
     f"{name}ForCausalLM": count
     for count, names in (
-        (2, ("Ernie4_5", "Glm", "Glm4")),
+        (2, ("Ernie4_5", "Glm", "Glm4", "Starcoder2")),
         (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
         (
             8,
