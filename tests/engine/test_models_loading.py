@@ -210,11 +210,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "rope_type": "llama3",
                 "factor": 8,
                 "original_max_position_embeddings": 64,
-                "low_freq_factor": 4,
+                "low_freq_factor": 5,
                 "high_freq_factor": 4,
             }
         },
-        "high_freq_factor must be greater",
+        "high_freq_factor must not be less",
     ),
     "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "heads": ({"num_key_value_heads": 3}, "not a multiple"),

@@ -16,8 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.experts import choose_experts
 from argosy_engine.layers.mlp import SparseMLP
+from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.sharding import Sharding
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.sizing.kv_cache_sizing import used_elements
@@ -57,7 +60,10 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
 
 
 _KINDS = ["sliding_attention", "full_attention"] * 2
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("cohere2", {}, {"layer_types": ..., "sliding_window_pattern": 2}),
+    ("cohere2", {}, {"layer_types": ..., "use_qk_norm": True}),
     ("ernie4_5_moe", {}, {"moe_norm_min": 0.9}),
     ("ernie4_5_moe", {}, {"num_experts_per_tok": 3}),
     ("ernie4_5_moe", {}, {"num_experts_per_tok": 3, "moe_k": None}),
@@ -65,6 +71,8 @@ _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
     ("glm4", {"head_dim": 20}, {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
+    ("llama4_text", {}, {"layer_types": ..., "no_rope_layers": []}),
+    ("llama4_text", {}, {"moe_layers": ..., "interleave_moe_layer_step": 1, "tie_word_embeddings": ...}),
     ("mistral", {"sliding_window": 20}, {"layer_types": _KINDS}),
     ("olmoe", {}, {"sliding_window": 20}),
     ("smollm3", {"sliding_window": 20}, {"layer_types": _KINDS}),
@@ -102,16 +110,84 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
+        ("cohere", {"hidden_act": "gelu"}),
+        ("cohere", {"logit_scale": -0.5}),
+        ("cohere2", {"logit_scale": -0.5}),
         ("glm4v", {"hidden_act": "gelu"}),
+        ("llama4", {"attn_scale": -0.2}),
+        ("llama4_text", {"attn_scale": -0.2}),
+        ("llama4_text", {"hidden_act": "gelu"}),
+        ("llama4_text", {"rope_parameters": _YARN}),
         ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral3", {"hidden_act": "gelu"}),
+        ("starcoder2", {"hidden_act": "silu"}),
     ],
 )
-def test_text_parts_that_ours_does_not_compute_are_left_to_transformers(
+def test_what_ours_does_not_compute_is_left_to_transformers(
     model_type: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     reference = write_checkpoint(model_type, tmp_path, **fields)
     assert served(reference, tmp_path)[:2] == ("served", "")
+    assert isinstance(load_model_config(tmp_path), TransformersConfig)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+def test_a_number_may_say_whether_queries_grow(model_impl: str, tmp_path: Path) -> None:
+    """As in the config of Llama 4 Scout, which transformers' config class refuses."""
+    reference = write_checkpoint("llama4", tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["text_config"]["attn_temperature_tuning"] = 4
+    file.write_text(json.dumps(raw))
+    assert served(reference, tmp_path, model_impl=model_impl)[:2] == ("served", "")
+
+
+@pytest.mark.timeout(300)
+def test_experts_of_llama_4_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    """As in checkpoints that compressed-tensors quantised."""
+    reference = write_checkpoint("llama4_text", tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for name in [each for each in stored if each.endswith((".gate_up_proj", "experts.down_proj"))]:
+        prefix, kind = name.rsplit(".", 1)
+        for index, expert in enumerate(stored.pop(name)):
+            parts = (
+                {"down_proj": expert}
+                if kind == "down_proj"
+                else {
+                    f"{half}_proj": each
+                    for half, each in zip(("gate", "up"), expert.chunk(2, dim=1), strict=True)
+                }
+            )
+            stored |= {f"{prefix}.{index}.{part}.weight": each.T.contiguous() for part, each in parts.items()}
+    save_file(stored, file, {"format": "pt"})
+    assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+def test_the_highest_logit_decides_where_sigmoids_are_one() -> None:
+    routing = RoutingSpec(num_experts=3, experts_per_token=1, scores="sigmoid")
+    weights, experts = choose_experts(routing, torch.tensor([[20.0, 30.0, 25.0]]), None)
+    assert (weights.tolist(), experts.tolist()) == ([[1.0]], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention'"),
+        ({"layer_types": ["full_attention"] * 3}, "3 layer_types for 4 layers"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is not set"),
+        ({"attention_chunk_size": 0}, ">= 1"),
+        ({"no_rope_layers": [1, 1]}, "2 no_rope_layers for 4 layers"),
+        ({"floor_scale": 0}, ">= 1"),
+        ({"attn_scale": 1e13}, "<= 1000000000000"),
+        ({"num_experts_per_tok": 9}, "exceeds num_experts"),
+    ],
+)
+def test_configs_of_llama_4_that_no_model_has_are_refused(fields: dict[str, Any], reason: str) -> None:
+    raw = {**small_config("llama4_text").to_dict(), "architectures": ["Llama4ForCausalLM"], **fields}
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(raw, {}, {}, "argosy")
 
 
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
@@ -161,6 +237,12 @@ def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> Non
 
 
 _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
+    (
+        "cohere",
+        {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 24},
+        False,
+    ),
+    ("cohere2", {}, False),
     ("dots1", {**GROUPS, "attention_bias": True}, True),
     ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}, False),
     ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
@@ -173,6 +255,8 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
     ("helium", {"attention_bias": True, "mlp_bias": True}, False),
+    ("llama4_text", {"moe_layers": [0, 3], "attention_bias": True}, False),
+    ("llama4_text", {"num_experts_per_tok": 1}, True),
     ("minimax_m2", {"rotary_dim": 12}, False),
     ("minimax_m2", {}, True),
     ("ministral3", TEMPERATURE, False),
@@ -182,6 +266,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen2_moe", {}, True),
     ("solar_open", {**GROUPS, "attention_bias": True}, False),
     ("solar_open", {"n_shared_experts": 2}, True),
+    ("starcoder2", {}, False),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
 

@@ -44,6 +44,7 @@ def check(rope: RopeParameters, expected: torch.Tensor, scaling: float) -> None:
     {"rope_parameters": {**YARN, "rope_theta": 1e6}, CONTEXT: 2048},
     {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, CONTEXT: 2048},
     {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, CONTEXT: 1024}, CONTEXT: 2048},
+    {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "high_freq_factor": 1.0, CONTEXT: 1024}},
     {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
     {"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e5}},
     {"rope_scaling": {**YARN, "rope_theta": 1e6}, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},

@@ -72,6 +72,7 @@ OURS = (
     "glm4v_moe",
     "idefics3",
     "internvl",
+    "llama4",
     "llava",
     "llava_next",
     "llava_onevision",

@@ -115,6 +115,19 @@ def test_biases_and_the_clamped_activation(tokens):
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_weights_on_what_experts_get(dtype, k):
+    """As in Llama 4."""
+    x, logits, w1, w2 = inputs(9, experts=5, dtype=dtype)
+    wanted = torch.zeros(x.shape)
+    for token, row in enumerate(logits):
+        for expert in row.topk(k).indices:
+            gate, up = (w1[expert].float() @ (x[token].float() * torch.sigmoid(row[expert]))).chunk(2)
+            wanted[token] += w2[expert].float() @ (F.silu(gate) * up)
+    out = fused_moe(x, logits, w1, w2, k, normalises=False, is_sigmoid=True, scales_inputs=True)
+    assert_close(out, wanted)
+
+
 def test_gelu():
     args = inputs(3)
     wanted = expected(*args, 2, normalises=True, activate=lambda gate: F.gelu(gate, approximate="tanh"))

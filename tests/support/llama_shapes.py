@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "rope_theta": 1e4}  # fmt: skip
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -31,6 +33,14 @@ PARTIAL_ROPE = {
 """Of Phi-3: a part of each head is rotated."""
 _KINDS = ["sliding_attention", "full_attention"] * 2
 LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"num_key_value_heads": 2}),
+    ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 24,
+                "logit_scale": 0.8, "num_key_value_heads": 2, "mlp_bias": True}),  # which it does not know
+    ("cohere", {"rope_parameters": _YARN, "use_qk_norm": True, "layer_norm_eps": 0.01}),
+    ("cohere2", {}),
+    ("cohere2", {"layer_types": _KINDS, "attention_bias": True, "tie_word_embeddings": False, "head_dim": 24,
+                 "logit_scale": 1.7}),
+    ("cohere2", {"layer_types": ["full_attention"] * 4, "sliding_window": None, "num_key_value_heads": 2}),
     ("dots1", {}),
     ("dots1", {**GROUPS, "attention_bias": True, "norm_topk_prob": True, "n_shared_experts": 2}),
     ("dots1", {"max_window_layers": 2, "n_shared_experts": 1, "tie_word_embeddings": True}),
@@ -58,6 +68,14 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("helium", {}),
     ("helium", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("helium", {"rope_parameters": _YARN}),
+    ("llama4_text", {}),
+    ("llama4_text", {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 80, "attention_bias": True,
+                     "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "num_experts_per_tok": 1,
+                     "attention_chunk_size": 20}),
+    ("llama4_text", {"moe_layers": [0, 3], "use_qk_norm": False, "attn_temperature_tuning": False, "head_dim": 32,
+                     "rope_parameters": _LLAMA3, "attention_chunk_size": None, "layer_types": None}),
+    ("llama4_text", {"moe_layers": [], "no_rope_layer_interval": 2, "layer_types": ["chunked_attention"] * 4,
+                     "num_key_value_heads": 4, "mlp_bias": True}),  # which it does not know
     ("minimax_m2", {}),
     ("minimax_m2", {"rotary_dim": 12, "num_experts_per_tok": 4}),
     ("ministral3", TEMPERATURE),
@@ -79,6 +97,10 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 40}),
     ("seed_oss", {}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("starcoder2", {}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "head_dim": 24, "sliding_window": 20,
+                    "norm_epsilon": 0.01}),
+    ("starcoder2", {"hidden_act": "gelu", "rope_parameters": _LLAMA3, "num_key_value_heads": 4}),
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 20,
                  "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),

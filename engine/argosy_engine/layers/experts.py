@@ -105,7 +105,10 @@ def choose_experts(
     """
     logits = logits.float()
     scores = torch.sigmoid(logits) if routing.scores == "sigmoid" else torch.softmax(logits, dim=-1)
-    wanted = scores if correction is None else scores + correction
+    if correction is not None:
+        wanted = scores + correction
+    else:  # large logits have one sigmoid
+        wanted = scores if routing.has_groups else logits
     if routing.has_groups:
         grouped = wanted.view(len(wanted), routing.num_groups, -1)
         best = grouped.topk(2 if routing.group_score == "best_two" else 1, dim=-1).values.sum(dim=-1)
@@ -151,7 +154,11 @@ class SeparateExperts:
             if count and index in self._experts:
                 gate_up, down = self._experts[index]
                 run = slice(start, start + count)
-                out.index_add_(0, rows[run], down(gate_up(x[rows[run]])) * weights[run])
+                if routing.scales_inputs:
+                    mixed = down(gate_up(x[rows[run]] * weights[run]))
+                else:
+                    mixed = down(gate_up(x[rows[run]])) * weights[run]
+                out.index_add_(0, rows[run], mixed)
             start += count
         return out
 
@@ -231,6 +238,7 @@ class TritonExperts:
             groups_per_token=routing.groups_per_token,
             adds_two=routing.group_score == "best_two",
             scaling=routing.scaling,
+            scales_inputs=routing.scales_inputs,
             activation=self._spec.activation,
             w1_scale=weights.gate_up_scale,
             w2_scale=weights.down_scale,

@@ -38,7 +38,7 @@ from argosy_engine.layers.linear import (
 )
 from argosy_engine.layers.linear_kernels import gated_linear_kernel, linear_kernel
 from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
-from argosy_engine.layers.norms import InputNorm, RMSNorm, WidthNorm
+from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
@@ -382,6 +382,24 @@ class LayerFactory:
                 weight = weight[list(_repeated(order, own_heads))]
             norms.append(RMSNorm(weight, eps, self.dtype, self._kernels))
         return WidthNorm(norms[0], norms[1], None if size == 1 else self._communicator)
+
+    def heads_norm(
+        self, q: str, k: str, params: AttentionParams, eps: float, rope: RopeParameters | None = None
+    ) -> HeadsNorm:
+        """Make LayerNorms of query and key heads with weights of their own (Command R+), of which a rank has its heads;
+        see `qkv_linear`."""
+        dim = params.head_dim
+        q_range, k_range, _ = self.sharding.qkv(params)
+        order = None if rope is None else rope.head_order(dim)
+        weights = []
+        for name, count, indices in ((q, params.num_heads, q_range), (k, params.num_kv_heads, k_range)):
+            heads = range(indices.start // dim, indices.stop // dim)
+            shard = None if self.sharding.size == 1 else Shard(0, (heads,))
+            weights.append(self.weights.take(name + ".weight", count, dim, shard=shard))
+        if weights[0].is_meta:  # where `torch.cat` would import torch's compiler
+            return HeadsNorm(weights[0], eps)
+        weight = torch.cat(weights)
+        return HeadsNorm(weight if order is None else weight[:, list(order)], eps)
 
     def sinks(self, name: str, params: AttentionParams) -> torch.Tensor:
         """Return the attention sinks of this rank's heads, float32 [num_heads]."""

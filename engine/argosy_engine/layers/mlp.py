@@ -129,7 +129,8 @@ def decoder_mlp(
         is_fused: see `GatedMLP`.
     """
     if experts is None or not experts.is_sparse[index]:
-        return GatedMLP(factory, prefix + "mlp.", hidden, inner, bias=bias, is_fused=is_fused)
+        name = "mlp." if experts is None else experts.mlp
+        return GatedMLP(factory, prefix + name, hidden, inner, bias=bias, is_fused=is_fused)
     prefix += experts.mlp
     shared = shared_gate = None
     if experts.shared_size:

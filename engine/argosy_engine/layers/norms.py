@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.layers.layer_kernels import LayerKernels
@@ -93,6 +94,25 @@ class InputNorm:
         return self._kernels.quantized_add_rms_norm(
             x, residual, self.weight, self.eps, x_weight, self._quantization
         )
+
+
+class HeadsNorm:
+    """LayerNorms without bias of each head of q and k, with a weight for each head (Command R+).
+
+    Args:
+        weight: of this rank's query heads, then of its key heads, [num_heads + num_kv_heads, head_dim].
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight.float()
+        self._eps = eps
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Norm q and k of qkv [T, (num_heads + 2 num_kv_heads) * head_dim] in place; returns qkv."""
+        count, dim = self._weight.shape
+        heads = qkv[:, : count * dim].unflatten(1, (count, dim))
+        heads.copy_(F.layer_norm(heads.float(), (dim,), eps=self._eps) * self._weight)
+        return qkv
 
 
 class WidthNorm:

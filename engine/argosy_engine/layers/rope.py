@@ -31,11 +31,15 @@ def _llama3(rope: RopeParameters, inv_freq: torch.Tensor) -> torch.Tensor:
     """Apply Llama 3.1's scaling.
 
     With the trained context length L, frequencies with wavelengths below L / high_freq_factor stay, those with
-    wavelengths above L / low_freq_factor are divided by `factor`, and those between are blended linearly.
+    wavelengths above L / low_freq_factor are divided by `factor`, and those between are blended linearly; with equal
+    factors (Llama 4 Scout) there are none between.
     """
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
+    width = rope.high_freq_factor - rope.low_freq_factor
+    kept = (
+        ((turns - rope.low_freq_factor) / width).clamp(0.0, 1.0) if width else turns >= rope.low_freq_factor
+    )
+    kept = kept.to(torch.float32)
     return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
 
 
@@ -60,6 +64,12 @@ def _yarn(rope: RopeParameters, inv_freq: torch.Tensor, head_dim: int) -> torch.
 
 
 def query_scales(temperature: QueryTemperature, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors of the queries at positions [T], [T, 1]; 1 within the trained context."""
-    times = torch.floor(positions.float() / temperature.original_max_position_embeddings)
-    return (1 + temperature.beta * torch.log1p(times)).to(dtype).unsqueeze(1)
+    """Return the factors of the queries at positions [T], [T, 1]; 1 within the trained context.
+
+    Args:
+        dtype: of the queries; the factors have it, or float32.
+    """
+    first = 1.0 if temperature.counts_from_one else 0.0
+    times = torch.floor((positions.float() + first) / temperature.original_max_position_embeddings)
+    factors = (1 + temperature.beta * torch.log1p(times)).unsqueeze(1)
+    return factors if temperature.in_float32 else factors.to(dtype)

@@ -29,6 +29,8 @@ class RoutingSpec(Struct, frozen=True, kw_only=True):
     """Whether a token's weights are scaled to sum to 1; for softmax this is the softmax over the chosen experts."""
     scaling: Positive = 1.0
     """Factor on the weights."""
+    scales_inputs: bool = False
+    """Whether weights are factors on what experts get, instead of on what they give (Llama 4)."""
     has_correction: bool = False
     """Whether a number per expert is added to scores where experts are chosen, and to weights not (arXiv
     2408.15664)."""
@@ -112,7 +114,7 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     has_float32_router: bool = False
     """Whether routers compute in float32 in every dtype: in bfloat16 a few tokens in a hundred get other experts."""
     mlp: str = "mlp."
-    """What a sparse MLP is called in its layer."""
+    """What an MLP is called in its layer."""
     shared_size: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     """Intermediate size of the MLP that all tokens take besides; 0: there is none."""
     shared: str = "shared_experts"

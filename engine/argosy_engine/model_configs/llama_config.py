@@ -41,8 +41,10 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     """Of layers with a sliding window, if theirs is another."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers without RoPE (NoPE)."""
-    qk_norm: Literal["head", "width"] | None
-    """RMSNorm before RoPE, on each head of q and k (Qwen3) or over all of them at once (OLMo 2)."""
+    qk_norm: Literal["head", "width", "unweighted", "heads"] | None
+    """RMSNorm before RoPE, on each head of q and k (Qwen3) or over all of them at once (OLMo 2), or on each without
+    a weight, where there is RoPE (Llama 4, after RoPE, which keeps a head's length). `heads`: a LayerNorm on each, with
+    weights for each (Command R+)."""
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     """Where attention and MLP have RMSNorms: on what they get, or on what they give before it is added."""
     attention_bias: bool
@@ -57,6 +59,11 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     has_sinks: bool = False
     """Whether each head has a score for no token (gpt-oss)."""
     temperature: QueryTemperature | None = None
+    has_rotated_temperature: bool = True
+    """Whether layers with RoPE have it as well."""
+    chunk_size: Size | None = None
+    chunked_layers: tuple[int, ...] = ()
+    """Layers whose tokens attend to those of their chunk of `chunk_size` tokens."""
     attention_multiplier: Positive | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     embedding_multiplier: Positive = 1.0
@@ -77,11 +84,23 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     def rotates(self, index: int) -> bool:
         return index not in self.unrotated_layers
 
+    def temperature_of(self, index: int) -> QueryTemperature | None:
+        """Return what the queries of a layer grow by."""
+        return self.temperature if self.has_rotated_temperature or not self.rotates(index) else None
+
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:
-        scale = self.attention_multiplier or self.head_dim**-0.5
+        scale, chunk = self.attention_multiplier or self.head_dim**-0.5, self.chunk_size
+        if chunk is not None and chunk >= self.max_position_embeddings:
+            chunk = None
         return tuple(
-            replace(layer, scale=scale, has_sinks=self.has_sinks) for layer in super().attention_layers
+            replace(
+                layer,
+                scale=scale,
+                has_sinks=self.has_sinks,
+                chunk_size=chunk if index in self.chunked_layers else None,
+            )
+            for index, layer in enumerate(super().attention_layers)
         )
 
     @property
@@ -93,6 +112,15 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
+    def check_activation(cls, raw: RawConfig) -> None:
+        """
+        Raises:
+            NotOurs: MLPs have another activation than ours compute.
+        """
+        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise NotOurs(f"activation {activation!r} is not supported, only silu")
+
+    @classmethod
     def differences(cls, raw: RawConfig) -> dict[str, Any]:
         """Return what is not as in Llama, as `_DIFFERENCES` says it."""
         return _DIFFERENCES[raw["architectures"][0]](raw)
@@ -100,8 +128,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
         architecture = raw["architectures"][0]
-        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise NotOurs(f"activation {activation!r} is not supported, only silu")
+        cls.check_activation(raw)
         heads = raw.get("num_attention_heads")
         fields = {
             "vocab_size": raw.get("vocab_size"),
@@ -357,12 +384,86 @@ def _granite_moe(raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def _smollm3(raw: RawConfig) -> dict[str, Any]:
+def _rotating(raw: RawConfig) -> list[bool]:
+    """Return which layers have RoPE, by `no_rope_layers`, in which they have a 1."""
     layers, every = layer_count(raw), raw.get("no_rope_layer_interval", 4)
     rotates = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
     if len(rotates) < layers:
         raise ConfigError(f"{len(rotates)} no_rope_layers for {layers} layers")
-    rotates, window = rotates[:layers], raw.get("sliding_window")
+    return [bool(each) for each in rotates[:layers]]
+
+
+def _unrotated(rotates: list[bool]) -> tuple[int, ...]:
+    return tuple(index for index, each in enumerate(rotates) if not each)
+
+
+def _llama4(raw: RawConfig) -> dict[str, Any]:
+    layers, rotates = layer_count(raw), _rotating(raw)
+    inner, chunk = raw.get("intermediate_size", 8192), raw.get("attention_chunk_size", 8192)
+    kinds = raw.get("layer_types") or [
+        "chunked_attention" if each and chunk is not None else "full_attention" for each in rotates
+    ]
+    if len(kinds) != layers:
+        raise ConfigError(f"{len(kinds)} layer_types for {layers} layers")
+    if unknown := set(kinds) - {"chunked_attention", "full_attention"}:
+        raise ConfigError(
+            f"layer type {unknown.pop()!r} is not supported, only chunked_attention and full_attention"
+        )
+    if "chunked_attention" in kinds and chunk is None:
+        raise ConfigError("layer_types has chunked_attention, but attention_chunk_size is not set")
+    has_norm = raw.get("use_qk_norm", True)
+    entry = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if has_norm and (entry.get("rope_type") or entry.get("type")) == "yarn":
+        raise NotOurs("YaRN's attention temperature, which the norm of q and k removes, is not supported")
+    growth = raw.get("attn_scale", 0.1) if raw.get("attn_temperature_tuning", True) else 0
+    if growth < 0:
+        raise NotOurs(f"attn_scale {growth} is negative")
+    sparse = raw.get("moe_layers")
+    if sparse is None:
+        step = raw.get("interleave_moe_layer_step", 1)
+        sparse = range(step - 1, layers, step)
+    return {
+        "intermediate_size": raw.get("intermediate_size_mlp", 16384),
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "mlp_bias": False,
+        "qk_norm": "unweighted" if has_norm else None,
+        "rope_theta": 5e5,
+        "is_interleaved": True,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "unrotated_layers": _unrotated(rotates),
+        "temperature": {
+            "beta": growth,
+            "original_max_position_embeddings": raw.get("floor_scale", 8192),
+            "counts_from_one": True,
+            "in_float32": True,
+        }
+        if growth
+        else None,
+        "has_rotated_temperature": False,
+        "chunk_size": chunk,
+        "chunked_layers": tuple(index for index, kind in enumerate(kinds) if kind == "chunked_attention"),
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", 16),
+                "experts_per_token": raw.get("num_experts_per_tok", 1),
+                "scores": "sigmoid",
+                "scales_inputs": True,
+            },
+            "inner": inner,
+            "is_sparse": tuple(index in sparse for index in range(layers)),
+            "mlp": "feed_forward.",
+            "names": ExpertNames(
+                or_stacked=("gate_up_proj", "down_proj"), is_transposed=True, router="router"
+            ),
+            "shared_size": inner,
+            "shared": "shared_expert",
+        },
+    }
+
+
+def _smollm3(raw: RawConfig) -> dict[str, Any]:
+    rotates, window = _rotating(raw), raw.get("sliding_window")
     # `use_sliding_window` only says which layers have a window where `layer_types` does not.
     has_windows = bool(raw.get("use_sliding_window")) and window is not None
     kinds = ["full_attention" if each or not has_windows else "sliding_attention" for each in rotates]
@@ -370,7 +471,7 @@ def _smollm3(raw: RawConfig) -> dict[str, Any]:
         "tie_word_embeddings": raw.get("tie_word_embeddings", True),
         "rope_theta": 2e6,
         "positions": raw.get("max_position_embeddings", 32768),
-        "unrotated_layers": tuple(index for index, each in enumerate(rotates) if not each),
+        "unrotated_layers": _unrotated(rotates),
         "sliding_windows": sliding_windows_of(raw, window, kinds),
     }
 
@@ -647,6 +748,7 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
     "HeliumForCausalLM": _helium,
+    "Llama4ForCausalLM": _llama4,
     "LlamaForCausalLM": _llama,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
@@ -670,9 +772,22 @@ _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
 _KV_HEADS = {
     f"{name}ForCausalLM": count
     for count, names in (
-        (2, ("Ernie4_5", "Glm", "Glm4")),
+        (2, ("Ernie4_5", "Glm", "Glm4", "Starcoder2")),
         (4, ("Ernie4_5_Moe", "Qwen3Moe", "SmolLM3")),
-        (8, ("Glm4Moe", "GptOss", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "SeedOss", "SolarOpen")),
+        (
+            8,
+            (
+                "Glm4Moe",
+                "GptOss",
+                "Llama4",
+                "MiniMaxM2",
+                "Ministral3",
+                "Mistral",
+                "Mixtral",
+                "SeedOss",
+                "SolarOpen",
+            ),
+        ),
         (16, ("Qwen2Moe",)),
         (20, ("Helium",)),
         (32, ("Dots1", "Exaone4", "Qwen2", "Qwen3")),

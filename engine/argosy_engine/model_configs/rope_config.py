@@ -69,8 +69,8 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return (*firsts, *range(size, middle), *seconds, *range(middle, head_dim))
 
     def __post_init__(self) -> None:
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError("high_freq_factor must be greater than low_freq_factor")
+        if self.kind == "llama3" and self.high_freq_factor < self.low_freq_factor:
+            raise ValueError("high_freq_factor must not be less than low_freq_factor")
 
     @property
     def attention_scaling(self) -> float:
@@ -89,10 +89,14 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class QueryTemperature(Struct, frozen=True, kw_only=True):
-    """Queries grow with their position, by 1 + beta * log(1 + floor(position / trained context)) (Llama 4)."""
+    """Queries grow with their position, by 1 + beta * log(1 + floor(position / trained context)) (arXiv 2501.19399)."""
 
     beta: Positive
     original_max_position_embeddings: Size
+    counts_from_one: bool = False
+    """Whether the first position is 1 (Llama 4)."""
+    in_float32: bool = False
+    """Whether queries are multiplied in float32 (Llama 4), instead of by factors in the activations' dtype."""
 
 
 _NEEDED = {

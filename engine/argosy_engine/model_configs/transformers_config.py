@@ -23,6 +23,8 @@ MIN_VERSION = (5, 24)
 """Oldest release of transformers whose modelling code we run: the one that the tests compare with."""
 INSTALL = "install it: pip install 'argosy[transformers]'"
 _MAX_COUNT = 4096
+_BOOLEANS = ("attn_temperature_tuning",)
+"""Fields of which Llama 4 Scout's config has a 4."""
 _COUNTED = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|groups?|blocks?)")
 """Fields that say how often something is built."""
 
@@ -160,11 +162,15 @@ def read_hf_config(raw: RawConfig) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value of config.json with the floats that transformers writes as objects."""
+    """Return a value of config.json with the floats that transformers writes as objects, and with booleans that
+    published configs have as numbers: transformers refuses those."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {name: _decoded(each) for name, each in value.items()}
+        return {
+            name: bool(each) if name in _BOOLEANS and isinstance(each, int) else _decoded(each)
+            for name, each in value.items()
+        }
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 

@@ -22,8 +22,17 @@ WRAPPER = "ForConditionalGeneration"
 NATIVE_WRAPPERS = frozenset(
     f"{name}{WRAPPER}"
     for name in (
-        *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision"),
-        *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
+        *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
+        *(
+            "LlavaOnevision",
+            "Mistral3",
+            "Qwen2VL",
+            "Qwen2_5_VL",
+            "Qwen3VL",
+            "Qwen3_5",
+            "Qwen3_5Moe",
+            "SmolVLM",
+        ),
     )
 )
 """Wrappers that give texts to a decoder and an output head and do nothing else with them. Tests hold each against
@@ -33,6 +42,7 @@ _NATIVE_TEXTS = {
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -49,6 +49,12 @@ class Layer(Protocol):
         ...
 
 
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 MixerT = TypeVar("MixerT", bound=Mixer)
 LayerT = TypeVar("LayerT", bound=Layer)
 
@@ -115,12 +121,17 @@ class Decoder(ABC, Generic[LayerT]):
         self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
         self.layers = self.make_layers(factory)
         after = factory.after_layers()
-        self.norm = after.rms_norm("model.norm", hidden, eps, adds_one=adds_one)
+        self._eps, self._adds_one, self._hidden = eps, adds_one, hidden
+        self.norm = self.make_norm(after)
         self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=is_tied)
 
     @abstractmethod
     def make_layers(self, factory: LayerFactory) -> list[LayerT]:
         """Make the layers of this pipeline stage."""
+
+    def make_norm(self, factory: LayerFactory) -> Norm:
+        """Make the final norm."""
+        return factory.rms_norm("model.norm", self._hidden, self._eps, adds_one=self._adds_one)
 
     def embed(self, inputs: ModelInputs) -> torch.Tensor:
         """Return what the first of these layers gets, [T, hidden_size]."""

@@ -1,4 +1,4 @@
-"""Layers of pre-Llama transformers: LayerNorm with bias, multi-head attention without rotary embedding."""
+"""Layers of pre-Llama transformers: LayerNorm, multi-head attention without rotary embedding."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class LayerNorm:
-    """(x - mean) / std * weight + bias over the last dimension (arXiv 1607.06450)."""
+    """(x - mean) / std * weight + bias over the last dimension (arXiv 1607.06450).
 
-    def __init__(self, factory: LayerFactory, name: str, size: int, eps: float) -> None:
+    Args:
+        has_bias: whether anything is added.
+    """
+
+    def __init__(
+        self, factory: LayerFactory, name: str, size: int, eps: float, *, has_bias: bool = True
+    ) -> None:
         self.weight = factory.take(name + ".weight", size)
-        self.bias = factory.take(name + ".bias", size)
+        self.bias = factory.take(name + ".bias", size) if has_bias else None
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

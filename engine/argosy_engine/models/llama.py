@@ -6,6 +6,8 @@ fused (q, k, v; gate, up), so a layer takes four matrix products.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
@@ -16,9 +18,10 @@ from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.mlp import GatedMLP, decoder_mlp
+from argosy_engine.layers.norms import HeadsNorm, WidthNorm
 from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.models.decoder import MLP, Decoder
+from argosy_engine.models.decoder import MLP, Decoder, Layer
 from argosy_engine.quantized_rows import Activations
 
 
@@ -30,6 +33,7 @@ class LlamaAttention:
         config: LlamaConfig,
         factory: LayerFactory,
         prefix: str,
+        index: int,
         params: AttentionParams,
         rotary: RotaryEmbedding | None,
     ) -> None:
@@ -42,15 +46,20 @@ class LlamaAttention:
         self.output = factory.row_linear(
             prefix + "o_proj", params.num_heads * dim, hidden, bias=config.output_bias
         )
-        q_norm = k_norm = self.width_norm = None
+        q_norm = k_norm = None
+        self.heads_norm: WidthNorm | HeadsNorm | None = None
         if config.qk_norm == "head":
             q_norm, k_norm = (
                 factory.head_weight(f"{prefix}{name}_norm.weight", dim, rope) for name in ("q", "k")
             )
         elif config.qk_norm == "width":
-            self.width_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+            self.heads_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+        elif config.qk_norm == "heads":
+            self.heads_norm = factory.heads_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+        elif config.qk_norm == "unweighted" and rope is not None:
+            q_norm = k_norm = torch.ones(dim, dtype=factory.dtype, device=factory.device)
         sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None
-        self.temperature = config.temperature
+        self.temperature = config.temperature_of(index)
         self.attention = factory.attention(
             params,
             AttentionWeights(rotary, q_norm, k_norm, eps, sinks=sinks),
@@ -62,19 +71,33 @@ class LlamaAttention:
     @property
     def is_plain(self) -> bool:
         """Whether nothing comes between the projections and `attention`."""
-        return self.width_norm is None and self.temperature is None
+        return self.heads_norm is None and self.temperature is None
 
     def attend(self, qkv: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Return what `output` makes of attention over q, k and v, [T, hidden_size]. qkv may be changed in place."""
-        if self.width_norm is not None:
-            qkv = self.width_norm(qkv)
+        return self.output.sum_ranks(self.attend_partial(qkv, meta))
+
+    def attend_partial(self, qkv: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Return what `output.sum_ranks` makes that of."""
+        if self.heads_norm is not None:
+            qkv = self.heads_norm(qkv)
         if self.temperature is not None:
             scales = meta.shared.get(self.temperature)
             if scales is None:
                 scales = query_scales(self.temperature, meta.positions, qkv.dtype)
                 meta.shared[self.temperature] = scales
             qkv[:, : self._q_size] *= scales
-        return self.output(self.attention(qkv, meta))
+        return self.output.partial(self.attention(qkv, meta))
+
+
+class LlamaLayer(Layer, Protocol):
+    """A layer with attention of `LlamaAttention`."""
+
+    attention: Attention
+
+    def parts(self) -> DecoderParts | None:
+        """Return the layer's parts for `LayerFactory.fuse_decoder`; None if it has others than Llama's."""
+        ...
 
 
 class DecoderLayer:
@@ -92,7 +115,7 @@ class DecoderLayer:
         prefix = f"model.layers.{index}."
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.mlp = mlp
-        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", index, params, rotary)
         self.input_norm = factory.input_norm(prefix + "input_layernorm", hidden, eps, feeds=self.block.qkv)
         self.post_norm = factory.input_norm(prefix + "post_attention_layernorm", hidden, eps, feeds=mlp)
         self.attention = self.block.attention
@@ -102,7 +125,6 @@ class DecoderLayer:
         self._hidden = hidden
 
     def parts(self) -> DecoderParts | None:
-        """Return the layer's parts for `LayerFactory.fuse_decoder`; None if it has others than Llama's."""
         if not isinstance(self.mlp, GatedMLP) or not self.block.is_plain or self.multiplier != 1.0:
             return None
         return DecoderParts(
@@ -169,7 +191,7 @@ class OutputNormLayer:
         prefix = f"model.layers.{index}."
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.mlp = mlp
-        self.block = LlamaAttention(config, factory, prefix + "self_attn.", params, rotary)
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", index, params, rotary)
         self.attention = self.block.attention
         self.input_norm = self.mlp_norm = None
         if config.norms == "both":
@@ -227,7 +249,7 @@ def make_mlp(config: LlamaConfig, factory: LayerFactory, prefix: str, index: int
     )
 
 
-class Llama(Decoder[DecoderLayer | OutputNormLayer]):
+class Llama(Decoder[LlamaLayer]):
     """See `Decoder`."""
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
@@ -237,20 +259,29 @@ class Llama(Decoder[DecoderLayer | OutputNormLayer]):
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
 
-    def make_layers(self, factory: LayerFactory) -> list[DecoderLayer | OutputNormLayer]:
+    def make_layers(self, factory: LayerFactory) -> list[LlamaLayer]:
         config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
         local = config.local_rope
         local_rotary = rotary if local is None else factory.rotary(local, config.head_dim)
-        make_layer = DecoderLayer if config.norms == "inputs" else OutputNormLayer
-        layers: list[DecoderLayer | OutputNormLayer] = []
+        layers = []
         for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             used = rotary if config.sliding_windows[index] is None else local_rotary
-            mlp = make_mlp(config, factory, f"model.layers.{index}.", index)
-            layers.append(
-                make_layer(config, factory, index, params, used if config.rotates(index) else None, mlp)
-            )
+            layers.append(self.make_layer(factory, index, params, used if config.rotates(index) else None))
         return layers
+
+    def make_layer(
+        self, factory: LayerFactory, index: int, params: AttentionParams, rotary: RotaryEmbedding | None
+    ) -> LlamaLayer:
+        """Make one layer.
+
+        Args:
+            rotary: None: queries and keys are not rotated.
+        """
+        config = self.config
+        mlp = make_mlp(config, factory, f"model.layers.{index}.", index)
+        layer_class = DecoderLayer if config.norms == "inputs" else OutputNormLayer
+        return layer_class(config, factory, index, params, rotary, mlp)
 
     @property
     def attention_layers(self) -> list[Attention]:

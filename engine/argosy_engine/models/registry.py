@@ -74,6 +74,7 @@ class _Family(NamedTuple):
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
 _QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
+_LAYER_NORM = "layer_norm_config:LayerNormConfig", "layer_norm_decoder:LayerNormDecoder"
 _LLAMAS = (
     *(
         "Dots1",
@@ -108,8 +109,10 @@ _FAMILIES = {
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
+    "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
+    **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
     "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),
     "Qwen3_5MoeForCausalLM": _family("Qwen3_5MoeText", *_QWEN3_NEXT),

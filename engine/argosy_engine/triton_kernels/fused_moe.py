@@ -1,9 +1,10 @@
 """A mixture of experts as grouped matrix products over tokens sorted by expert (arXiv 2211.15841).
 
 Five launches: two to route (`moe_routing`), the experts' gate and up projections with the activation, their down
-projections with the routing weight, and the sum over a token's experts. Grids have the size of the worst case; programs
-past the last tile return at once. Weights in FP8 are widened to the activations' dtype on their way to the tensor
-cores: small batches are bound by reading weights, which this halves, and activations are not quantised.
+projections, either of the two with the routing weight, and the sum over a token's experts. Grids have the size of the
+worst case; programs past the last tile return at once. Weights in FP8 are widened to the activations' dtype on their
+way to the tensor cores: small batches are bound by reading weights, which this halves, and activations are not
+quantised.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _gate_up_experts(
     scale_ptr,
     bias_ptr,
     out_ptr,
+    routing_weights_ptr,
     pairs_ptr,
     tile_experts_ptr,
     tile_starts_ptr,
@@ -74,7 +76,8 @@ def _gate_up_experts(
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     row = tl.load(tile_starts_ptr + tile) + tl.arange(0, BLOCK_M)
     is_row = row < tl.load(tile_ends_ptr + tile)
-    token = (tl.load(pairs_ptr + row, mask=is_row, other=0) // K).to(tl.int64)
+    pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
+    token = (pair // K).to(tl.int64)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Columns past the end wrap around, so that loads need no mask for them; they are not stored.
@@ -100,6 +103,10 @@ def _gate_up_experts(
         scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
         gate *= tl.load(scale)[None, :]
         up *= tl.load(scale + inner * scale_stride)[None, :]
+    if routing_weights_ptr is not None:
+        routing_weight = tl.load(routing_weights_ptr + pair, mask=is_row, other=0.0)
+        gate *= routing_weight[:, None]
+        up *= routing_weight[:, None]
     if bias_ptr is not None:
         bias = bias_ptr + expert * 2 * inner + gate_row
         gate += tl.load(bias).to(tl.float32)[None, :]
@@ -167,7 +174,8 @@ def _down_experts(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert * hidden + n % hidden).to(tl.float32)[None, :]
     pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
-    total *= tl.load(routing_weights_ptr + pair, mask=is_row, other=0.0)[:, None]
+    if routing_weights_ptr is not None:
+        total *= tl.load(routing_weights_ptr + pair, mask=is_row, other=0.0)[:, None]
     out = out_ptr + pair.to(tl.int64)[:, None] * hidden + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (n < hidden)[None, :])
 
@@ -193,6 +201,7 @@ def fused_moe(
     experts_per_token: int,
     *,
     normalises: bool,
+    scales_inputs: bool = False,
     activation: Activation = "silu",
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
@@ -214,6 +223,7 @@ def fused_moe(
         w2: down projections, [num_experts, hidden, inner], w1's dtype.
         experts_per_token: k.
         normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
+        scales_inputs: whether a token's weights are factors on what its experts get, instead of on what they give.
         activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`).
         w1_scale: float32 factors of FP8 weights: [num_experts], or [num_experts, 2 * inner] for one per channel.
         w2_scale: [num_experts] or [num_experts, hidden].
@@ -256,6 +266,7 @@ def fused_moe(
         scale_ptr=w1_scale,
         bias_ptr=w1_bias,
         out_ptr=activated,
+        routing_weights_ptr=routing.weights if scales_inputs else None,
         **_tiles(routing),
         x_stride=x.stride(0),
         expert_stride=w1.stride(0),
@@ -280,7 +291,7 @@ def fused_moe(
         scale_ptr=w2_scale,
         bias_ptr=w2_bias,
         out_ptr=products,
-        routing_weights_ptr=routing.weights,
+        routing_weights_ptr=None if scales_inputs else routing.weights,
         **_tiles(routing),
         expert_stride=w2.stride(0),
         weight_stride=w2.stride(1),

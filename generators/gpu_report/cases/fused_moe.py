@@ -1,4 +1,5 @@
-"""Cases of the experts' matrix products: Qwen3-30B-A3B's and Mixtral's shapes, from one token to a full prefill."""
+"""Cases of the experts' matrix products: shapes of Qwen3-30B-A3B, Mixtral, gpt-oss-20b and Llama-4-Scout, from one
+token to a full prefill."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _QWEN3 = (128, 8, 2048, 768)
 _MIXTRAL = (8, 2, 4096, 14336)
 _GPT_OSS = (32, 4, 2880, 2880)
+_LLAMA_4 = (16, 1, 5120, 8192)
 
 
 def cases(traits: DeviceTraits) -> Iterator[Case]:
@@ -36,6 +38,10 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
             _call(tokens, *_GPT_OSS, dtype=torch.bfloat16, is_gpt_oss=True),
             is_sampled=tokens == 512,
         )
+        yield Case(
+            f"bf16, {tokens} tokens, 16 experts that get weighted inputs",
+            _call(tokens, *_LLAMA_4, dtype=torch.bfloat16, is_llama_4=True),
+        )
     yield Case("bf16, 64 tokens, 8 experts", _call(64, *_MIXTRAL, dtype=torch.bfloat16))
     yield Case("bf16, 64 tokens, 8 experts of uneven size", _call(64, 8, 2, 1000, 360, dtype=torch.bfloat16))
 
@@ -50,6 +56,7 @@ def _call(
     dtype: torch.dtype,
     is_fp8: bool = False,
     is_gpt_oss: bool = False,
+    is_llama_4: bool = False,
 ) -> Callable[[], object]:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
@@ -62,7 +69,9 @@ def _call(
             empty(experts, 2 * inner, hidden, dtype=weight_dtype),
             empty(experts, hidden, inner, dtype=weight_dtype),
             k,
-            normalises=True,
+            normalises=not is_llama_4,
+            is_sigmoid=is_llama_4,
+            scales_inputs=is_llama_4,
             activation="swigluoai" if is_gpt_oss else "silu",
             w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,
             w2_bias=empty(experts, hidden) if is_gpt_oss else None,
