@@ -1,0 +1,161 @@
+"""Mamba: what a Mamba-2 layer computes between its projections, over the states of a step's requests.
+
+x, B and C go through a short causal convolution and silu; each head applies the selective state space (arXiv 2405.21060),
+whose step size per token decays its state and scales what is added to it; D passes x by, z gates, and an RMSNorm of
+each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and the heads' states, in
+blocks (`attention.layer.StateLayer`).
+
+Plain torch computes decodes together, the tokens of other requests in chunks, each of which is a few products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.params import MambaParams
+from argosy_engine.layers.causal_conv import causal_conv
+
+_CHUNK = 64
+"""Tokens that torch computes at a time."""
+
+
+class MambaWeights(NamedTuple):
+    """Weights of one layer, as far as it is this rank's."""
+
+    conv: torch.Tensor
+    """float32 [kernel_size, num_channels], the newest token's factors last."""
+    conv_bias: torch.Tensor
+    """float32 [num_channels]"""
+    rates: torch.Tensor
+    """float32 [num_heads], exp(A_log)."""
+    dt_bias: torch.Tensor
+    """float32 [num_heads]"""
+    skip: torch.Tensor
+    """float32 [num_heads], D."""
+    norm: torch.Tensor
+    """float32 [num_values]; ones if there is no norm."""
+    eps: float
+    """Of the norm."""
+
+
+class MambaKernel(Protocol):
+    """Computes a layer."""
+
+    def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
+        """See `Mamba.__call__`."""
+        ...
+
+
+class Mamba:
+    """One layer between its projections.
+
+    Args:
+        params, weights: of this rank.
+        dtype: of the activations.
+        uses_triton: see `AttentionBackend`.
+    """
+
+    def __init__(
+        self, params: MambaParams, weights: MambaWeights, dtype: torch.dtype, *, uses_triton: bool
+    ) -> None:
+        self.params = params
+        self.state = StateLayer(params.state, dtype)
+        self._kernel: MambaKernel = TorchMamba(params, weights)
+
+    def __call__(self, zxbcdt: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Compute the layer, [T, num_values], and the states after the step.
+
+        Args:
+            zxbcdt: [T, num_inputs], contiguous: z and x of all heads, B and C of all groups, and what the heads' step
+                sizes are made of.
+            meta: of the step.
+        """
+        return self._kernel(zxbcdt, self.state, meta)
+
+
+class TorchMamba:
+    """Plain torch, on any device. It waits for no device."""
+
+    def __init__(self, params: MambaParams, weights: MambaWeights) -> None:
+        self._params, self._weights = params, weights
+
+    def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
+        of, weights, num_tokens = self._params, self._weights, len(zxbcdt)
+        conv_states, states = state.states
+        rows = state.rows(meta)
+        z, inputs, dt = zxbcdt.split([of.num_values, of.num_channels, of.num_heads], dim=-1)
+        mixed = F.silu(causal_conv(inputs, weights.conv, conv_states, rows, meta) + weights.conv_bias)
+        size = of.num_groups * of.state_size
+        values, b, c = mixed.split([of.num_values, size, size], dim=-1)
+        x = values.view(num_tokens, of.num_heads, of.head_dim)
+        shared = of.num_heads // of.num_groups
+        b, c = (
+            each.view(num_tokens, of.num_groups, of.state_size).repeat_interleave(shared, dim=1)
+            for each in (b, c)
+        )
+        step = F.softplus(dt.float() + weights.dt_bias)
+        decay, added = -weights.rates * step, x * step.unsqueeze(-1)
+        own = states.index_select(0, rows.sources).masked_fill_(rows.begins[:, None, None, None], 0.0)
+        read = torch.empty_like(x)
+        num_decodes = meta.num_decodes
+        if num_decodes:
+            part = slice(0, num_decodes)
+            read[part], own[part] = _single(added[part], b[part], c[part], decay[part], own[part])
+        starts = meta.query_start_loc_cpu.tolist()
+        for row in range(num_decodes, len(starts) - 1):
+            for start in range(starts[row], starts[row + 1], _CHUNK):
+                part = slice(start, min(start + _CHUNK, starts[row + 1]))
+                read[part], own[row] = _chunk(added[part], b[part], c[part], decay[part], own[row])
+        states.index_copy_(0, rows.targets, own)
+        return self._gated((read + x * weights.skip.unsqueeze(-1)).flatten(1), z.float()).to(zxbcdt.dtype)
+
+    def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Apply gate and norm to y [T, num_values]."""
+        norm, gate = self._params.norm, F.silu(z)
+        if norm is None:
+            return y * gate
+        if norm == "after_gate":
+            y = y * gate
+        groups = y.view(len(y), self._params.num_groups, -1)
+        scale = (groups.square().mean(-1, keepdim=True) + self._weights.eps).rsqrt()
+        normed = (groups * scale).flatten(1) * self._weights.norm
+        return normed * gate if norm == "before_gate" else normed
+
+
+def _single(
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one token of each request; return what is read, [R, heads, head_dim], and the states.
+
+    Args:
+        x: [R, heads, head_dim], scaled by the step size.
+        b, c: [R, heads, state_size]; decay (its logarithm): [R, heads].
+        state: [R, heads, state_size, head_dim].
+    """
+    state = state * decay.exp()[..., None, None] + b.unsqueeze(-1) * x.unsqueeze(-2)
+    return torch.einsum("rhnp,rhn->rhp", state, c), state
+
+
+def _chunk(
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute some tokens of one request at once; return what each reads, [T, heads, head_dim], and the state after
+    them. The arguments are those of `_single` with tokens for requests, and one state."""
+    x, b, c = (each.transpose(0, 1) for each in (x, b, c))
+    of_token = decay.t()
+    count = len(decay)
+    later = torch.ones(count, count, dtype=torch.bool, device=x.device).tril(-1)
+    # Sums of the tokens between two, not differences of sums from the first, which lose digits where decays are large.
+    between = of_token.unsqueeze(-1).expand(-1, -1, count).masked_fill(~later, 0.0).cumsum(1).exp().tril()
+    """From token j (column) to token i, [heads, T, T]."""
+    seen = of_token.cumsum(-1).exp().unsqueeze(-1)
+    """From the state before the chunk to after each token."""
+    read = (c * seen) @ state + ((c @ b.mT) * between) @ x
+    left = between[:, -1].unsqueeze(-1)
+    state = state * seen[:, -1:] + (b * left).mT @ x
+    return read.transpose(0, 1), state
