@@ -5,7 +5,8 @@ whose step size per token decays its state and scales what is added to it; D pas
 each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and the heads' states, in
 blocks (`attention.layer.StateLayer`).
 
-Plain torch computes decodes together, the tokens of other requests in chunks, each of which is a few products.
+Our CPU kernels compute a layer in one call. Plain torch computes decodes together, the tokens of other requests in
+chunks, each of which is a few products.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import MambaParams
 from argosy_engine.layers.causal_conv import causal_conv
+from argosy_engine.native.library import DTYPES, Kernels, MambaStruct, kernels
 
 _CHUNK = 64
 """Tokens that torch computes at a time."""
@@ -65,7 +68,7 @@ class Mamba:
     ) -> None:
         self.params = params
         self.state = StateLayer(params.state, dtype)
-        self._kernel: MambaKernel = TorchMamba(params, weights)
+        self._kernel = _kernel(params, weights, dtype, uses_triton=uses_triton)
 
     def __call__(self, zxbcdt: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Compute the layer, [T, num_values], and the states after the step.
@@ -76,6 +79,50 @@ class Mamba:
             meta: of the step.
         """
         return self._kernel(zxbcdt, self.state, meta)
+
+
+def _kernel(
+    params: MambaParams, weights: MambaWeights, dtype: torch.dtype, *, uses_triton: bool
+) -> MambaKernel:
+    native = kernels() if weights.conv.device.type == "cpu" and not uses_triton and dtype in DTYPES else None
+    if native is not None and params.head_dim % native.lanes == params.state_size % native.lanes == 0:
+        return CpuMamba(params, weights, native)
+    return TorchMamba(params, weights)
+
+
+_NORM_ORDERS = {None: 0, "after_gate": 1, "before_gate": 2}
+"""`Mamba.norm_order` of mamba.h."""
+
+
+class CpuMamba:
+    """Our CPU kernels."""
+
+    def __init__(self, params: MambaParams, weights: MambaWeights, loaded: Kernels) -> None:
+        self._kernels = loaded
+        self._kept_alive = [each.contiguous() for each in weights[:6]]
+        conv, conv_bias, rates, dt_bias, skip, norm = (each.data_ptr() for each in self._kept_alive)
+        self._layer = MambaStruct(
+            conv=conv,
+            conv_bias=conv_bias,
+            rates=rates,
+            dt_bias=dt_bias,
+            skip=skip,
+            norm=norm,
+            heads=params.num_heads,
+            head_dim=params.head_dim,
+            groups=params.num_groups,
+            state_size=params.state_size,
+            kernel=params.kernel_size,
+            norm_order=_NORM_ORDERS[params.norm],
+            eps=weights.eps,
+        )
+
+    def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
+        layer = self._layer
+        conv_states, states = state.states
+        layer.conv_states, layer.states = conv_states.data_ptr(), states.data_ptr()
+        layer.num_states, layer.block_size = len(states), state.block_size
+        return self._kernels.mamba(layer, native_step(meta.of_group(state.group)), zxbcdt)
 
 
 class TorchMamba:
