@@ -129,6 +129,7 @@ class TritonDeltaNet:
 
     def __init__(self, params: DeltaNetParams, weights: DeltaNetWeights) -> None:
         from argosy_engine.triton_kernels import gated_delta_net as kernels
+        from argosy_engine.triton_kernels import state_steps
 
         self._shape = kernels.DeltaNetShape(
             params.num_key_heads,
@@ -138,7 +139,7 @@ class TritonDeltaNet:
             params.kernel_size,
         )
         self._weights = weights
-        self._kernels = kernels
+        self._kernels, self._steps = kernels, state_steps
 
     def __call__(
         self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
@@ -175,9 +176,10 @@ class TritonDeltaNet:
         if found is None:
             chunks = None
             if self._shape.key_dim <= self._kernels.MAX_CHUNK_KEYS:
-                rows = self._kernels.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes)
+                size = self._kernels.CHUNK_SIZE
+                rows = self._steps.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, size)
                 chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
-            found = self._kernels.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
+            found = self._steps.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
             meta.shared[TritonDeltaNet] = found
         return found
 

@@ -5,8 +5,9 @@ whose step size per token decays its state and scales what is added to it; D pas
 each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and the heads' states, in
 blocks (`attention.layer.StateLayer`).
 
-Our CPU kernels compute a layer in one call. Plain torch computes decodes together, the tokens of other requests in
-chunks, each of which is a few products.
+Our CPU kernels compute a layer in one call, Triton's kernels in three launches, and three more where there are prompts.
+Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a few
+products.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Mamba:
 def _kernel(
     params: MambaParams, weights: MambaWeights, dtype: torch.dtype, *, uses_triton: bool
 ) -> MambaKernel:
-    native = kernels() if weights.conv.device.type == "cpu" and not uses_triton and dtype in DTYPES else None
+    if uses_triton:
+        return TritonMamba(params, weights)
+    native = kernels() if weights.conv.device.type == "cpu" and dtype in DTYPES else None
     if native is not None and params.head_dim % native.lanes == params.state_size % native.lanes == 0:
         return CpuMamba(params, weights, native)
     return TorchMamba(params, weights)
@@ -123,6 +126,55 @@ class CpuMamba:
         layer.conv_states, layer.states = conv_states.data_ptr(), states.data_ptr()
         layer.num_states, layer.block_size = len(states), state.block_size
         return self._kernels.mamba(layer, native_step(meta.of_group(state.group)), zxbcdt)
+
+
+class TritonMamba:
+    """Our Triton kernels. What they are launched with depends on the numbers of tokens and requests only."""
+
+    def __init__(self, params: MambaParams, weights: MambaWeights) -> None:
+        from argosy_engine.triton_kernels import mamba as kernels
+        from argosy_engine.triton_kernels import state_steps
+
+        self._shape = kernels.MambaShape(
+            params.num_heads,
+            params.head_dim,
+            params.num_groups,
+            params.state_size,
+            params.kernel_size,
+            params.norm,
+        )
+        self._weights = weights
+        self._kernels, self._steps = kernels, state_steps
+
+    def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
+        meta = meta.of_group(state.group)
+        requests = chunks = None
+        if len(zxbcdt) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
+            requests, chunks = self._prompts(meta, len(zxbcdt))
+        return self._kernels.mamba(
+            self._shape,
+            zxbcdt,
+            *self._weights,
+            *state.states,
+            requests,
+            chunks,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            state.block_size,
+            meta.num_decodes,
+        )
+
+    def _prompts(self, meta: AttentionMetadata, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which request each token is of, and the chunks of requests with several, which layers share."""
+        found: tuple[torch.Tensor, torch.Tensor] | None = meta.shared.get(TritonMamba)
+        if found is None:
+            size = self._kernels.CHUNK_SIZE
+            rows = self._steps.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, size)
+            chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
+            found = self._steps.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
+            meta.shared[TritonMamba] = found
+        return found
 
 
 class TorchMamba:
