@@ -23,8 +23,20 @@ from thread_ranks import run_threads
 from transformers_checkpoints import architecture_of, small_config, write_checkpoint
 from transformers_sweep import served
 
-MODEL_TYPES = ("granitemoehybrid", "bamba")
+MODEL_TYPES = ("granitemoehybrid", "bamba", "falcon_h1")
 
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 2.5,
+    "attention_in_multiplier": 0.6,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 0.2],
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
+}
+"""Of Falcon-H1."""
 SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "granitemoehybrid",
@@ -68,6 +80,29 @@ SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
         },
     ),
+    ("falcon_h1", {"mamba_n_groups": 2, "mamba_d_ssm": 128}),
+    (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+            "mamba_d_ssm": None,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            **FACTORS,
+        },
+    ),
+    (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+            "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
+        },
+    ),
 )
 
 
@@ -98,6 +133,7 @@ def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) 
         ("granitemoehybrid", False, {"mamba_proj_bias": True}),
         ("granitemoehybrid", True, {}),
         ("bamba", False, {"mlp_bias": True, "mamba_proj_bias": True}),
+        ("falcon_h1", False, {"mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True, **FACTORS}),
     ],
 )
 def test_two_ranks_have_the_logits_of_transformers(
@@ -161,6 +197,9 @@ def config_of(model_type: str, **fields: Any) -> MambaHybridConfig:
         ("bamba", {"mamba_d_conv": 1}, "mamba_kernel_size"),
         ("bamba", {"mamba_d_state": 10**9}, "mamba_state_size"),
         ("bamba", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "mamba_projected"),
+        ("falcon_h1", {"attention_out_multiplier": None}, "attention_output"),
+        ("falcon_h1", {"key_multiplier": 0.0}, "attention_multiplier"),
     ],
 )
 def test_what_our_code_does_not_compute_is_refused(

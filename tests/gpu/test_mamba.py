@@ -7,10 +7,13 @@ import torch
 
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.layers.mamba import TritonMamba
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import load_model
 from argosy_engine.triton_kernels.launch import recorded_launches
-from attention_cases import attention_metadata
+from attention_cases import attention_metadata, bind_sequence, sequence_inputs
 from delta_net_cases import BLOCK_SIZE
 from mamba_cases import SIZES, check_steps, inputs_of, weights_of
+from transformers_checkpoints import write_checkpoint
 
 STEPS = {
     "several chunks": [[(0, 70)], [(70, 103)], [(103, 104)]],
@@ -84,3 +87,27 @@ def test_decodes_take_three_launches():
         "scan_chunks",
         "gated_norm",
     ]
+
+
+@torch.inference_mode()
+def test_a_model_has_the_logits_of_transformers(tmp_path):
+    fields = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 2}
+    reference = write_checkpoint("granitemoehybrid", tmp_path, **fields)
+    token_ids = list(range(2, 21))
+    expected = reference(torch.tensor([token_ids])).logits[0]
+    model = load_model(
+        tmp_path,
+        load_model_config(tmp_path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention_backend="triton",
+        max_positions=64,
+        load_format="auto",
+        seed=0,
+    ).model
+    bind_sequence(model, len(token_ids), BLOCK_SIZE)
+    ours = []
+    for start, end in ((0, 17), (17, 18), (18, 19)):
+        inputs = sequence_inputs(model, token_ids[start:end], start, len(token_ids), BLOCK_SIZE)
+        ours.append(model.logits(model.forward(inputs)))
+    torch.testing.assert_close(torch.cat(ours), expected, atol=1e-3, rtol=1e-4)

@@ -1,4 +1,5 @@
-"""MambaHybridConfig: the config of decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4 and Bamba."""
+"""MambaHybridConfig: the config of decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and
+Falcon-H1."""
 
 from __future__ import annotations
 
@@ -6,18 +7,32 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from argosy_engine.attention.params import AttentionParams, MambaParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.model_configs.model_config import NotOurs, RawConfig, layer_count
+from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, layer_count
 from argosy_engine.model_configs.rope_config import shared_rope_fields
 
-LayerType = Literal["linear_attention", "full_attention"]
-"""What mixes a layer's tokens: a Mamba layer or attention, by transformers' names."""
+LayerType = Literal["linear_attention", "full_attention", "hybrid"]
+"""What mixes a layer's tokens: a Mamba layer, attention, or the sum of both, by transformers' names."""
 _Heads = Annotated[int, Meta(ge=1, le=4096)]
+
+
+class HybridMultipliers(Struct, frozen=True, kw_only=True):
+    """Factors of Falcon-H1 (arXiv 2507.22448) on what parts of a layer get or give."""
+
+    mamba_input: Positive = 1.0
+    mamba_projected: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0,) * 5
+    """On z, x, B, C and dt."""
+    mamba_output: Positive = 1.0
+    attention_input: Positive = 1.0
+    attention_output: Positive = 1.0
+    gate: Positive = 1.0
+    """On an MLP's gate, before its activation."""
+    mlp_output: Positive = 1.0
 
 
 class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
@@ -33,7 +48,10 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     """See `MambaParams`."""
     mamba_conv_bias: bool
     mamba_bias: bool
-    """Of the projections."""
+    """Of the input projection."""
+    mamba_output_bias: bool
+    """Of the output projection."""
+    multipliers: HybridMultipliers = HybridMultipliers()
 
     def __post_init__(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
@@ -47,7 +65,7 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
-        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind == "full_attention")
+        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention")
 
     @property
     def mamba(self) -> MambaParams:
@@ -63,12 +81,12 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def state_layers(self) -> tuple[StateParams, ...]:
-        return (self.mamba.state,) * self.layer_types.count("linear_attention")
+        return (self.mamba.state,) * sum(kind != "full_attention" for kind in self.layer_types)
 
     def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
         sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
         sizes["intermediate_size"] = self.intermediate_size  # of what all tokens take beside experts, too
-        if "linear_attention" in self.layer_types:
+        if self.state_layers:
             sizes["number of Mamba groups"] = self.mamba_num_groups
         return sizes
 
@@ -106,6 +124,7 @@ def _mamba(raw: RawConfig, inner: int) -> dict[str, Any]:
         "mamba_kernel_size": raw.get("mamba_d_conv", 4),
         "mamba_conv_bias": bool(raw.get("mamba_conv_bias", True)),
         "mamba_bias": bool(raw.get("mamba_proj_bias", False)),
+        "mamba_output_bias": bool(raw.get("mamba_proj_bias", False)),
     }
 
 
@@ -173,8 +192,42 @@ def _bamba(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _falcon_h1(raw: RawConfig) -> dict[str, Any]:
+    layers, inner = layer_count(raw), raw.get("mamba_d_ssm", 1024)
+    if inner is None:
+        inner = raw.get("mamba_expand", 2) * raw["hidden_size"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    norm = None
+    if raw.get("mamba_rms_norm", False):
+        norm = "before_gate" if raw.get("mamba_norm_before_gate", True) else "after_gate"
+    gate, mlp_output = raw.get("mlp_multipliers") or (1.0, 1.0)
+    return {
+        **_mamba(raw, inner),
+        "mamba_norm": norm,
+        "mamba_output_bias": bool(raw.get("projectors_bias", False)),
+        "layer_types": ("hybrid",) * layers,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
+        "positions": raw.get("max_position_embeddings", 8192),
+        # q k grows with k, and rotations do not change lengths.
+        "attention_multiplier": raw.get("key_multiplier", 1.0) * head_dim**-0.5,
+        "embedding_multiplier": raw.get("embedding_multiplier", 1.0),
+        "logits_scaling": 1.0 / raw.get("lm_head_multiplier", 1.0),
+        "multipliers": {
+            "mamba_input": raw.get("ssm_in_multiplier", 1.0),
+            "mamba_projected": raw.get("ssm_multipliers") or (1.0,) * 5,
+            "mamba_output": raw.get("ssm_out_multiplier", 1.0),
+            "attention_input": raw.get("attention_in_multiplier", 1.0),
+            "attention_output": raw.get("attention_out_multiplier", 1.0),
+            "gate": gate,
+            "mlp_output": mlp_output,
+        },
+    }
+
+
 _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "BambaForCausalLM": _bamba,
+    "FalconH1ForCausalLM": _falcon_h1,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
 """By the architecture, what `LlamaConfig.differences` returns."""

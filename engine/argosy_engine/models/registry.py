@@ -107,6 +107,7 @@ _FAMILIES = {
         for name in _DEEPSEEKS
     },
     "BambaForCausalLM": _family("Bamba", *_MAMBA),
+    "FalconH1ForCausalLM": _family("FalconH1", *_MAMBA),
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),

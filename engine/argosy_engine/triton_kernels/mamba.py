@@ -32,8 +32,10 @@ _CHANNELS = 512
 """Channels per program of `mamba_inputs`."""
 _UPDATE_ELEMENTS = 1024
 """Elements of a state per program of `state_update`, which has one warp."""
-CHUNK_SIZE = 32
-"""Tokens of a chunk."""
+CHUNK_SIZE = 16
+"""Tokens of a chunk. Twice as many take more registers than there are."""
+_PART = 32
+"""Rows of a state per part of a product, which `scan_chunks` has in one warp."""
 _SCAN_COLUMNS = 32
 """Columns of a state per program of `scan_chunks`."""
 _MIN_DOT = 16
@@ -193,19 +195,22 @@ def _chunk_scores(
     HEAD_DIM: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """C_i times B_j of all tokens i and j of one chunk, for one group, per program."""
     chunk, group = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
-    rows, states = tl.arange(0, CHUNK), tl.arange(0, STATE_BLOCK)
+    rows, states = tl.arange(0, CHUNK), tl.arange(0, PART)
     row_mask = rows < end - start
     tokens = start.to(tl.int64) + rows
-    at = (tokens * channels + HEADS * HEAD_DIM + group * STATE_SIZE)[:, None] + states[None, :]
-    mask = row_mask[:, None] & (states < STATE_SIZE)[None, :]
-    b = tl.load(xbc_ptr + at, mask=mask, other=0.0)
-    c = tl.load(xbc_ptr + at + GROUPS * STATE_SIZE, mask=mask, other=0.0)
-    scores = tl.dot(c, tl.trans(b), input_precision="tf32x3")
+    row = xbc_ptr + tokens * channels + HEADS * HEAD_DIM + group * STATE_SIZE
+    scores = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    for first in range(0, STATE_SIZE, PART):
+        at = row[:, None] + (first + states)[None, :]
+        mask = row_mask[:, None] & (first + states < STATE_SIZE)[None, :]
+        b = tl.load(at, mask=mask, other=0.0)
+        c = tl.load(at + GROUPS * STATE_SIZE, mask=mask, other=0.0)
+        scores += tl.dot(c, tl.trans(b), input_precision="tf32x3")
     places = (tokens * GROUPS + group)[:, None] * CHUNK + rows[None, :]
     tl.store(scores_ptr + places, scores, mask=row_mask[:, None])
 
@@ -231,7 +236,8 @@ def _scan_chunks(
     STATE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Some columns of one head's state of one request per program."""
@@ -239,11 +245,13 @@ def _scan_chunks(
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
     start, end, computed = tokens_of(starts_ptr, lens_ptr, request)
-    rows, others, states = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, STATE_BLOCK)
+    rows, others = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+    states = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     state_mask, column_mask = states < STATE_SIZE, columns < HEAD_DIM
-    mask_before = (states < tl.where(computed > 0, STATE_SIZE, 0))[:, None] & column_mask[None, :]
-    places = head * (STATE_SIZE * HEAD_DIM) + states[:, None] * HEAD_DIM + columns[None, :]
+    mask = state_mask[:, :, None] & column_mask[None, None, :]
+    mask_before = (states < tl.where(computed > 0, STATE_SIZE, 0))[:, :, None] & column_mask[None, None, :]
+    places = head * (STATE_SIZE * HEAD_DIM) + states[:, :, None] * HEAD_DIM + columns[None, None, :]
     source = block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
     target = block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
     size = HEADS * STATE_SIZE * HEAD_DIM
@@ -254,7 +262,7 @@ def _scan_chunks(
     left = end - start
     for _ in range(start, end, CHUNK):
         row_mask = rows < left
-        state_rows = row_mask[:, None] & state_mask[None, :]
+        state_rows = row_mask[None, :, None] & state_mask[:, None, :]
         value_mask = row_mask[:, None] & column_mask[None, :]
         step = tl.load(size_ptr + token * HEADS + head, mask=row_mask, other=0.0)
         decay = -rate * step
@@ -266,19 +274,21 @@ def _scan_chunks(
         tokens = xbc_ptr + token * channels
         x = tl.load(tokens[:, None] + head * HEAD_DIM + columns[None, :], mask=value_mask, other=0.0)
         added = x * step[:, None]
-        c_ptr = tokens[:, None] + b_at + GROUPS * STATE_SIZE + states[None, :]
-        c = tl.load(c_ptr, mask=state_rows, other=0.0) * seen[:, None]
-        read = tl.dot(c, state, input_precision="tf32x3")
+        b_ptr = tokens[None, :, None] + b_at + states[:, None, :]
+        c = tl.load(b_ptr + GROUPS * STATE_SIZE, mask=state_rows, other=0.0) * seen[None, :, None]
+        read = tl.sum(tl.dot(c, state, input_precision="tf32x3"), axis=0)
         scores_at = (token * GROUPS + group)[:, None] * CHUNK + others[None, :]
         scores = tl.load(scores_ptr + scores_at, mask=row_mask[:, None], other=0.0) * between
         read += tl.dot(scores, added, input_precision="tf32x3") + x * skip
         places_out = (token * HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
         tl.store(read_ptr + places_out, read, mask=value_mask)
-        b = tl.load(tokens[None, :] + b_at + states[:, None], mask=tl.trans(state_rows), other=0.0)
-        state = state * total + tl.dot(b * to_end[None, :], added, input_precision="tf32x3")
+        b = tl.load(b_ptr, mask=state_rows, other=0.0) * to_end[None, :, None]
+        of_parts = tl.broadcast_to(added[None, :, :], (PARTS, CHUNK, COLUMNS))
+        change = tl.dot(tl.permute(b, (0, 2, 1)), of_parts, input_precision="tf32x3")
+        state = state * total + change
         token += CHUNK
         left -= CHUNK
-    tl.store(states_ptr + target * size + places, state, mask=state_mask[:, None] & column_mask[None, :])
+    tl.store(states_ptr + target * size + places, state, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -449,18 +459,18 @@ def _compute_chunks(
     Args:
         rule: arguments that kernels of the states have in common.
     """
-    xbc = rule["xbc_ptr"]
+    xbc, state_block = rule["xbc_ptr"], max(triton.next_power_of_2(shape.state_size), _MIN_DOT)
     scores = torch.empty(len(xbc), shape.num_groups, CHUNK_SIZE, dtype=torch.float32, device=xbc.device)
     parts = {
         "scores_ptr": scores,
         "CHUNK": CHUNK_SIZE,
-        "STATE_BLOCK": max(triton.next_power_of_2(shape.state_size), _MIN_DOT),
+        "PART": min(state_block, _PART),
     }
     of_scores = ("xbc_ptr", "channels", "HEADS", "GROUPS", "HEAD_DIM", "STATE_SIZE")
     launch(
         _chunk_scores,
         (len(chunks), shape.num_groups),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
         chunks_ptr=chunks,
         **parts,
@@ -470,9 +480,10 @@ def _compute_chunks(
     launch(
         _scan_chunks,
         (num_prompts * shape.num_heads, triton.cdiv(shape.head_dim, columns)),
-        num_warps=4,
+        num_warps=max(state_block // _PART, 4),
         num_stages=1,
         first_request=num_decodes,
+        PARTS=max(state_block // _PART, 1),
         COLUMNS=columns,
         **parts,
         **rule,
