@@ -12,7 +12,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.layers.delta_net import TorchDeltaNet, TritonDeltaNet
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.triton_kernels.gated_delta_net import chunks_of_prompts, requests_of_tokens
+from argosy_engine.triton_kernels.state_steps import chunks_of_prompts, requests_of_tokens
 from attention_cases import attention_metadata, bind_sequence, sequence_inputs
 from delta_net_cases import BLOCK_SIZE, SIZES, check_steps, inputs_of, reference, weights_of
 from random_checkpoints import KINDS, make_checkpoint
@@ -93,9 +93,9 @@ def test_keys_that_are_all_alike():
 
 def test_chunks_of_prompts():
     starts = np.array([0, 1, 2, 42, 47, 63], np.int32)
-    chunks = chunks_of_prompts(starts, 2)
+    chunks = chunks_of_prompts(starts, 2, 16)
     assert chunks.tolist() == [[2, 18], [18, 34], [34, 42], [42, 47], [47, 63]]
-    assert chunks_of_prompts(starts[:3], 2).shape == (0, 2)
+    assert chunks_of_prompts(starts[:3], 2, 16).shape == (0, 2)
 
 
 def test_requests_of_tokens():

@@ -9,7 +9,7 @@ import transformers
 from argosy_engine.layers import triton_layer_kernels
 from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import fused_moe, gated_delta_net
+from argosy_engine.triton_kernels import fused_moe, gated_delta_net, mamba
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -32,6 +32,11 @@ def test_our_kernels_pass(name, dtype, tmp_path):
 @pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
 def test_our_kernels_pass_for_other_experts(model_type, tmp_path):
     write_checkpoint(model_type, tmp_path)
+    assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
+
+
+def test_our_kernels_pass_for_mamba(tmp_path):
+    write_checkpoint("bamba", tmp_path, mamba_n_groups=4)
     assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
@@ -87,6 +92,12 @@ def test_a_wrong_gated_delta_net_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(gated_delta_net, "gated_delta_net", scaled(gated_delta_net.gated_delta_net))
     config = config_of("qwen3.5", tmp_path)
     assert "Gated DeltaNet is wrong by" in layer_self_test(config, torch.bfloat16, CPU)
+
+
+def test_a_wrong_mamba_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(mamba, "mamba", scaled(mamba.mamba))
+    write_checkpoint("bamba", tmp_path)
+    assert "Mamba is wrong by" in layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU)
 
 
 def test_a_kernel_that_fails_is_a_reason(monkeypatch, tmp_path):

@@ -204,3 +204,50 @@ class DeltaNetParams(Struct, frozen=True, kw_only=True):
             num_key_heads=self.num_key_heads // tensor_parallel_size,
             num_value_heads=self.num_value_heads // tensor_parallel_size,
         )
+
+
+class MambaParams(Struct, frozen=True, kw_only=True):
+    """Constants of a Mamba-2 layer (arXiv 2405.21060): heads of a selective state space, behind a short convolution."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Divides `num_heads`: the consecutive heads of a group share B and C."""
+    state_size: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    """RMSNorm of each group's outputs, after or before they are multiplied by silu(z); None: there is only the gate."""
+
+    @property
+    def num_values(self) -> int:
+        """Elements of the outputs of all heads, and of z."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: x of all heads, B and C of all groups."""
+        return self.num_values + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of z, x, B, C and dt."""
+        return self.num_values + self.num_channels + self.num_heads
+
+    @property
+    def state(self) -> StateParams:
+        """The last inputs of the convolution, [kernel_size - 1, num_channels], and the heads' states."""
+        return StateParams(
+            (
+                StateTensor((self.kernel_size - 1, self.num_channels), "model", divided_dim=1),
+                StateTensor((self.num_heads, self.state_size, self.head_dim), "float32", divided_dim=0),
+            )
+        )
+
+    def of_rank(self, tensor_parallel_size: int) -> MambaParams:
+        """Return the constants of the groups that one of several tensor-parallel ranks computes."""
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // tensor_parallel_size,
+            num_groups=self.num_groups // tensor_parallel_size,
+        )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +20,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import DeltaNetParams
+from argosy_engine.layers.causal_conv import causal_conv
 from argosy_engine.native.library import DTYPES, MAX_DELTA_KEYS, DeltaNetStruct, Kernels, kernels
 
 NORM_EPS = 1e-6
@@ -129,6 +129,7 @@ class TritonDeltaNet:
 
     def __init__(self, params: DeltaNetParams, weights: DeltaNetWeights) -> None:
         from argosy_engine.triton_kernels import gated_delta_net as kernels
+        from argosy_engine.triton_kernels import state_steps
 
         self._shape = kernels.DeltaNetShape(
             params.num_key_heads,
@@ -138,7 +139,7 @@ class TritonDeltaNet:
             params.kernel_size,
         )
         self._weights = weights
-        self._kernels = kernels
+        self._kernels, self._steps = kernels, state_steps
 
     def __call__(
         self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
@@ -175,9 +176,10 @@ class TritonDeltaNet:
         if found is None:
             chunks = None
             if self._shape.key_dim <= self._kernels.MAX_CHUNK_KEYS:
-                rows = self._kernels.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes)
+                size = self._kernels.CHUNK_SIZE
+                rows = self._steps.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, size)
                 chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
-            found = self._kernels.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
+            found = self._steps.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
             meta.shared[TritonDeltaNet] = found
         return found
 
@@ -195,15 +197,7 @@ class TorchDeltaNet:
         conv_states, states = state.states
         rows = state.rows(meta)
         x, z = qkvz.split([of.num_channels, of.num_values], dim=-1)
-        places = _places(meta, of.kernel_size)
-        earlier = conv_states.index_select(0, rows.sources).masked_fill_(rows.begins[:, None, None], 0.0)
-        inputs = x.new_empty(num_tokens + earlier.shape[0] * earlier.shape[1], of.num_channels)
-        inputs.index_copy_(0, places.states, earlier.flatten(0, 1))
-        inputs.index_copy_(0, places.tokens, x)
-        conv_states.index_copy_(0, rows.targets, inputs[places.kept].view_as(earlier))
-        summed = torch.zeros(num_tokens, of.num_channels, device=x.device)
-        for tap, factors in enumerate(weights.conv):
-            summed += inputs[places.tokens + (tap + 1 - of.kernel_size)] * factors
+        summed = causal_conv(x, weights.conv, conv_states, rows, meta)
         q, k, v = (
             part.view(num_tokens, -1, size)
             for part, size in zip(
@@ -234,34 +228,6 @@ class TorchDeltaNet:
         states.index_copy_(0, rows.targets, own)
         normed = read * (read.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
         return (normed.flatten(1) * F.silu(z.float())).to(qkvz.dtype)
-
-
-class _Places(NamedTuple):
-    """Rows of the inputs of a step's convolutions: of each request those that it has kept, then those of its tokens."""
-
-    tokens: torch.Tensor
-    """int64 [T]"""
-    states: torch.Tensor
-    """int64 [R * (kernel_size - 1)]: of what was kept before the step."""
-    kept: torch.Tensor
-    """The same: of what is kept after it."""
-
-
-def _places(meta: AttentionMetadata, kernel_size: int) -> _Places:
-    """Return the rows for a step, which layers share."""
-    found: _Places | None = meta.shared.get((_Places, kernel_size))
-    if found is None:
-        starts = meta.query_start_loc_cpu.astype(np.int64)
-        count, earlier = len(starts) - 1, kernel_size - 1
-        requests = np.arange(count)
-        tokens = np.arange(starts[-1]) + np.repeat((requests + 1) * earlier, np.diff(starts))
-        firsts = (
-            (each + requests * earlier)[:, None] + np.arange(earlier) for each in (starts[:-1], starts[1:])
-        )
-        device = meta.block_table.device
-        found = _Places(*(torch.from_numpy(each.reshape(-1)).to(device) for each in (tokens, *firsts)))
-        meta.shared[_Places, kernel_size] = found
-    return found
 
 
 def _single(

@@ -19,6 +19,7 @@ from argosy_engine.attention.params import (
     DeltaNetParams,
     LatentAttentionParams,
     LayerParams,
+    MambaParams,
 )
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
@@ -38,6 +39,7 @@ from argosy_engine.layers.linear import (
 )
 from argosy_engine.layers.linear_kernels import gated_linear_kernel, linear_kernel
 from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
+from argosy_engine.layers.mamba import Mamba, MambaWeights
 from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.layers.token_exchange import TokenExchange
@@ -353,6 +355,40 @@ class LayerFactory:
         norm = self.weights.take_scale(prefix + "norm.weight", params.value_dim, is_signed=True)
         weights = DeltaNetWeights(conv[:, 0].t().float().contiguous(), rates.exp(), dt_bias, norm, eps)
         return DeltaNet(
+            params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
+        )
+
+    def mamba(self, prefix: str, params: MambaParams, eps: float, *, has_conv_bias: bool) -> Mamba:
+        """Make what a Mamba-2 layer computes between its projections, of which a rank computes its groups.
+
+        Args:
+            prefix: of the layer's tensors.
+            params: of all ranks.
+            eps: of the norm.
+            has_conv_bias: whether the checkpoint has a bias of the convolution.
+        """
+        own_values, own_states = self.sharding.mamba(params)
+        first = params.num_values
+        b, c = (_moved(own_states, start) for start in (first, first + params.num_groups * params.state_size))
+        channels = Shard(0, (own_values, b, c))
+        conv = self.weights.take(
+            prefix + "conv1d.weight", params.num_channels, 1, params.kernel_size, shard=channels
+        )
+        conv = conv[:, 0].t().float().contiguous()
+        conv_bias = conv.new_zeros(conv.shape[1])
+        if has_conv_bias:
+            conv_bias = self.weights.take(prefix + "conv1d.bias", params.num_channels, shard=channels).float()
+        heads = Shard(0, (self.sharding.part(params.num_heads),))
+        rates, dt_bias, skip = (
+            self.weights.take_scale(prefix + name, params.num_heads, heads, is_signed=True)
+            for name in ("A_log", "dt_bias", "D")
+        )
+        norm = conv.new_ones(len(own_values))
+        if params.norm is not None:
+            shard = Shard(0, (own_values,))
+            norm = self.weights.take_scale(prefix + "norm.weight", params.num_values, shard, is_signed=True)
+        weights = MambaWeights(conv, conv_bias, rates.exp(), dt_bias, skip, norm, eps)
+        return Mamba(
             params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
         )
 

@@ -1,9 +1,9 @@
-"""Self-test of the Triton kernels of norms, gated activations, experts and Gated DeltaNets: small inputs of the model's
-widths, on the device, against plain torch in float32. That of attention: `attention.self_test`."""
+"""Self-test of the Triton kernels of norms, gated activations, experts, Gated DeltaNets and Mamba: small inputs of the
+model's widths, on the device, against plain torch in float32. That of attention: `attention.self_test`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -12,13 +12,14 @@ from msgspec.structs import replace
 
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import DeltaNetParams
+from argosy_engine.attention.params import DeltaNetParams, MambaParams, StateParams
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.fp8_linear import FP8, MAX_FP8, quantized
 from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import GatedLinear, Linear
 from argosy_engine.layers.linear_kernels import SplitGatedLinear, TorchLinear
+from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
@@ -122,6 +123,19 @@ class _Inputs:
             )
             rates, dt_bias = self._draw(heads).exp(), self._draw(heads)
             self._delta_weights = DeltaNetWeights(conv, rates, dt_bias, norm, _EPS)
+        self._mamba: MambaParams | None = getattr(config, "mamba", None)
+        if self._mamba is not None:
+            self._mamba = of = _fewer_groups(self._mamba)
+            self._mamba_inputs = self._draw(_DELTA_TOKENS, of.num_inputs)
+            self._mamba_weights = MambaWeights(
+                self._draw(of.kernel_size, of.num_channels),
+                self._draw(of.num_channels),
+                self._draw(of.num_heads).exp(),
+                self._draw(of.num_heads),
+                self._draw(of.num_heads),
+                1 + self._draw(of.num_values) / 4,
+                _EPS,
+            )
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
@@ -144,8 +158,14 @@ class _Inputs:
                 activation = kernels.gated_activations[self._experts.activation]
             yield "experts", [self._run_experts(self._experts, dtype, activation)]
         if self._delta_net is not None:
-            kernel = TorchDeltaNet if isinstance(kernels, TorchLayerKernels) else TritonDeltaNet
-            yield "Gated DeltaNet", self._run_delta_net(self._delta_net, kernel, dtype)
+            delta_net = TorchDeltaNet if isinstance(kernels, TorchLayerKernels) else TritonDeltaNet
+            inputs = self._delta_inputs
+            run = delta_net(self._delta_net, self._delta_weights)
+            yield "Gated DeltaNet", self._run_states(self._delta_net.state, run, inputs, dtype)
+        if self._mamba is not None:
+            mamba = TorchMamba if isinstance(kernels, TorchLayerKernels) else TritonMamba
+            of_mamba = mamba(self._mamba, self._mamba_weights)
+            yield "Mamba", self._run_states(self._mamba.state, of_mamba, (self._mamba_inputs,), dtype)
 
     def _fp8_outputs(
         self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
@@ -168,19 +188,24 @@ class _Inputs:
             activate = kernels.quantized_gated_activation(name, quantization)
             yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
 
-    def _run_delta_net(
+    def _run_states(
         self,
-        params: DeltaNetParams,
-        kernel: type[TorchDeltaNet] | type[TritonDeltaNet],
+        params: StateParams,
+        run: Callable[..., torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         dtype: torch.dtype,
     ) -> Outputs:
-        """Compute two steps of two requests, of which one moves to another block; return outputs and states."""
-        state = StateLayer(params.state, dtype)
+        """Compute two steps of two requests, of which one moves to another block; return outputs and states.
+
+        Args:
+            run: a kernel of a layer that keeps these states.
+            inputs: what it gets of a step's tokens, each [_DELTA_TOKENS, width].
+        """
+        state = StateLayer(params, dtype)
         device = self._device
         shapes = [((_DELTA_BLOCKS, *shape), each) for shape, each in state.tensors]
         state.bind([torch.zeros(shape, dtype=each, device=device) for shape, each in shapes], _DELTA_TOKENS)
-        run = kernel(params, self._delta_weights)
-        qkvz, ba = (each.to(dtype) for each in self._delta_inputs)
+        given = [each.to(dtype) for each in inputs]
         outputs, first = [], 0
         for ends, lens, blocks in (([1, 5], [1, 4], [1, 2]), ([1, 2], [2, 5], [3, 2])):
             table = torch.tensor([[block] for block in blocks], dtype=torch.int32, device=device)
@@ -199,7 +224,7 @@ class _Inputs:
                 seq_lens_cpu=seq_lens,
             )
             rows = slice(first, first + count)
-            outputs.append(run(qkvz[rows], ba[rows], state, meta))
+            outputs.append(run(*(each[rows] for each in given), state, meta))
             first += count
         return [*outputs, *state.states]
 
@@ -231,6 +256,12 @@ def _fewer_heads(params: DeltaNetParams) -> DeltaNetParams:
     """Return a Gated DeltaNet with as many value heads per key head, and two key heads at most."""
     shared, count = params.num_value_heads // params.num_key_heads, min(params.num_key_heads, 2)
     return replace(params, num_key_heads=count, num_value_heads=count * shared)
+
+
+def _fewer_groups(params: MambaParams) -> MambaParams:
+    """Return a Mamba layer with two groups at most of two heads at most."""
+    shared, count = params.num_heads // params.num_groups, min(params.num_groups, 2)
+    return replace(params, num_groups=count, num_heads=count * min(shared, 2))
 
 
 def _smaller(routing: RoutingSpec) -> RoutingSpec:

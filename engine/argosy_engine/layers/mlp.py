@@ -3,6 +3,8 @@ each a gated MLP (arXiv 1701.06538, 2101.03961)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from argosy_engine.layers.experts import ExpertsSpec
@@ -18,7 +20,8 @@ class GatedMLP:
     Args:
         bias: whether all three projections have one.
         activation: `silu` or `gelu_pytorch_tanh`.
-        is_fused: whether the checkpoint has gate and up in one tensor, `gate_up_proj`.
+        is_fused: whether the checkpoint has gate and up in one tensor.
+        names: of this tensor or of both, and of down; None: the usual ones.
     """
 
     def __init__(
@@ -31,9 +34,12 @@ class GatedMLP:
         bias: bool = False,
         activation: str = "silu",
         is_fused: bool = False,
+        names: Sequence[str] | None = None,
     ) -> None:
-        self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
-        gate, up = ("gate_up_proj", None) if is_fused else ("gate_proj", "up_proj")
+        usual = ("gate_up_proj", "down_proj") if is_fused else ("gate_proj", "up_proj", "down_proj")
+        gate, *others, down = names or usual
+        up = others[0] if others else None
+        self.down = factory.row_linear(prefix + down, inner, hidden, bias=bias)
         self.gate_up = factory.gated_linear(
             prefix + gate,
             up and prefix + up,
@@ -117,6 +123,7 @@ def decoder_mlp(
     *,
     bias: bool,
     is_fused: bool = False,
+    shared: GatedMLP | None = None,
 ) -> GatedMLP | SparseMLP:
     """Make the MLP of a decoder's layer: a gated one, or a mixture of experts with what all tokens take besides.
 
@@ -127,12 +134,13 @@ def decoder_mlp(
         experts: None: no layer has any.
         bias: whether the projections of gated MLPs have one.
         is_fused: see `GatedMLP`.
+        shared: what all tokens take besides, if it is no part of the mixture's own tensors.
     """
     if experts is None or not experts.is_sparse[index]:
         name = "mlp." if experts is None else experts.mlp
         return GatedMLP(factory, prefix + name, hidden, inner, bias=bias, is_fused=is_fused)
     prefix += experts.mlp
-    shared = shared_gate = None
+    shared_gate = None
     if experts.shared_size:
         shared = GatedMLP(factory, f"{prefix}{experts.shared}.", hidden, experts.shared_size, bias=bias)
         if experts.has_shared_gate:

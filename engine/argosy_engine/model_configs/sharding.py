@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from argosy_engine.attention.params import AttentionParams, DeltaNetParams
+from argosy_engine.attention.params import AttentionParams, DeltaNetParams, MambaParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig
 
@@ -62,6 +62,11 @@ class Sharding:
         """Return the rank's channels of q, k and v of a Gated DeltaNet, each counted from its first."""
         keys = _scaled(self.part(params.num_key_heads), params.key_dim)
         return keys, keys, _scaled(self.part(params.num_value_heads), params.value_dim)
+
+    def mamba(self, params: MambaParams) -> tuple[range, range]:
+        """Return the rank's elements of all heads of a Mamba-2 layer, and those of B, which are those of C, too."""
+        heads = _scaled(self.part(params.num_heads), params.head_dim)
+        return heads, _scaled(self.part(params.num_groups), params.state_size)
 
     def tokens(self, vocab_size: int) -> range:
         """Return the rank's tokens. The last rank may have fewer than the others."""

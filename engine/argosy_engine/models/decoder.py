@@ -1,4 +1,5 @@
-"""Decoder: what Llama, DeepSeek and Qwen3-Next have in common, and the layer of those whose mixers differ.
+"""Decoder: what Llama, DeepSeek, Qwen3-Next and hybrids with Mamba have in common, and the layer of those whose mixers
+differ.
 
 A layer gets and gives a pair of tensors whose sum is the hidden states: the sum is left to the next norm, which reads
 both anyway.
@@ -65,6 +66,8 @@ class MixerLayer(Generic[MixerT]):
     Args:
         prefix: of the layer's tensors.
         adds_one: whether the norms multiply by 1 + weight.
+        norms: names of the norms of what the mixer and the MLP get.
+        multiplier: factor on what both add to the residual.
     """
 
     def __init__(
@@ -77,14 +80,16 @@ class MixerLayer(Generic[MixerT]):
         mlp: MLP,
         *,
         adds_one: bool = False,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+        multiplier: float = 1.0,
     ) -> None:
         hidden = config.hidden_size
         self.mixer, self.mlp = mixer, mlp
-        self.input_norm = factory.input_norm(
-            prefix + "input_layernorm", hidden, eps, feeds=mixer, adds_one=adds_one
-        )
-        self.post_norm = factory.input_norm(
-            prefix + "post_attention_layernorm", hidden, eps, feeds=mlp, adds_one=adds_one
+        self.multiplier = multiplier
+        blocks: tuple[TakesRows, TakesRows] = (mixer, mlp)
+        self.input_norm, self.post_norm = (
+            factory.input_norm(prefix + name, hidden, eps, feeds=block, adds_one=adds_one)
+            for name, block in zip(norms, blocks, strict=True)
         )
 
     def __call__(
@@ -95,8 +100,12 @@ class MixerLayer(Generic[MixerT]):
             residual, normed = x, self.input_norm(x)
         else:
             normed = self.input_norm.after_adding(x, residual)
-        mixed = self.mixer(normed, meta)
-        return self.mlp(self.post_norm.after_adding(mixed, residual), meta.slot_mapping), residual
+        mixed = self._scaled(self.mixer(normed, meta))
+        mapped = self.mlp(self.post_norm.after_adding(mixed, residual), meta.slot_mapping)
+        return self._scaled(mapped), residual
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
     def parts_to_compile(self) -> list[CompilablePart]:
         return []
@@ -108,20 +117,32 @@ class Decoder(ABC, Generic[LayerT]):
     Args:
         eps: of the final norm.
         adds_one: whether it multiplies by 1 + weight.
+        final_norm: its name.
+        embedding_multiplier: factor on the embeddings.
+        logits_scaling: logits are divided by it.
     """
 
     checkpoint_prefix: ClassVar[str] = "model."
     ignored_tensors: ClassVar[tuple[str, ...]] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(
-        self, config: ModelConfig, factory: LayerFactory, eps: float, *, adds_one: bool = False
+        self,
+        config: ModelConfig,
+        factory: LayerFactory,
+        eps: float,
+        *,
+        adds_one: bool = False,
+        final_norm: str = "model.norm",
+        embedding_multiplier: float = 1.0,
+        logits_scaling: float = 1.0,
     ) -> None:
+        self.embedding_multiplier, self.logits_scaling = embedding_multiplier, logits_scaling
         vocab_size, hidden, is_tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
         before = factory.before_layers(is_tied=is_tied)
         self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
         self.layers = self.make_layers(factory)
         after = factory.after_layers()
-        self._eps, self._adds_one, self._hidden = eps, adds_one, hidden
+        self._eps, self._adds_one, self._hidden, self._final_norm = eps, adds_one, hidden, final_norm
         self.norm = self.make_norm(after)
         self.lm_head = after.output_head(self.embedding, vocab_size, is_tied=is_tied)
 
@@ -131,11 +152,14 @@ class Decoder(ABC, Generic[LayerT]):
 
     def make_norm(self, factory: LayerFactory) -> Norm:
         """Make the final norm."""
-        return factory.rms_norm("model.norm", self._hidden, self._eps, adds_one=self._adds_one)
+        return factory.rms_norm(self._final_norm, self._hidden, self._eps, adds_one=self._adds_one)
 
     def embed(self, inputs: ModelInputs) -> torch.Tensor:
         """Return what the first of these layers gets, [T, hidden_size]."""
-        return self.embedding(inputs.token_ids) if inputs.hidden is None else inputs.hidden
+        if inputs.hidden is not None:
+            return inputs.hidden
+        embedded = self.embedding(inputs.token_ids)
+        return embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
@@ -150,4 +174,5 @@ class Decoder(ABC, Generic[LayerT]):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
-        return self.lm_head.logits(self.norm(hidden))
+        logits = self.lm_head.logits(self.norm(hidden))
+        return logits if self.logits_scaling == 1.0 else logits / self.logits_scaling

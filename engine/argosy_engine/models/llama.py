@@ -22,7 +22,7 @@ from argosy_engine.layers.norms import HeadsNorm, WidthNorm
 from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.models.decoder import MLP, Decoder, Layer
-from argosy_engine.quantized_rows import Activations
+from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 class LlamaAttention:
@@ -67,6 +67,14 @@ class LlamaAttention:
             feeds=self.output,
         )
         self._q_size = self.attention.params.num_heads * dim
+
+    @property
+    def input_quantization(self) -> RowQuantization | None:
+        return self.qkv.input_quantization
+
+    def __call__(self, x: Activations, meta: AttentionMetadata) -> torch.Tensor:
+        """Attend from x, [T, hidden_size]; the output has the same shape."""
+        return self.attend(self.qkv(x), meta)
 
     @property
     def is_plain(self) -> bool:
@@ -254,7 +262,13 @@ class Llama(Decoder[LlamaLayer]):
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         self.config = config
-        super().__init__(config, factory, config.rms_norm_eps)
+        super().__init__(
+            config,
+            factory,
+            config.rms_norm_eps,
+            embedding_multiplier=config.embedding_multiplier,
+            logits_scaling=config.logits_scaling,
+        )
         parts = [each for layer in self.layers if (each := layer.parts())]
         self.fused = factory.fuse_decoder(parts) if len(parts) == len(self.layers) else None
         """Runs all layers at once, if the attention backend can."""
@@ -287,16 +301,7 @@ class Llama(Decoder[LlamaLayer]):
     def attention_layers(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]
 
-    def embed(self, inputs: ModelInputs) -> torch.Tensor:
-        if inputs.hidden is not None or self.config.embedding_multiplier == 1.0:
-            return super().embed(inputs)
-        return self.embedding(inputs.token_ids) * self.config.embedding_multiplier
-
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         if self.fused is not None:
             return self.fused(self.embed(inputs), inputs.meta)
         return super().forward(inputs)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits, scaling = super().logits(hidden), self.config.logits_scaling
-        return logits if scaling == 1.0 else logits / scaling

@@ -75,6 +75,7 @@ class _Family(NamedTuple):
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
 _QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
 _LAYER_NORM = "layer_norm_config:LayerNormConfig", "layer_norm_decoder:LayerNormDecoder"
+_MAMBA = "mamba_config:MambaHybridConfig", "mamba_hybrid:MambaHybrid"
 _LLAMAS = (
     *(
         "Dots1",
@@ -106,10 +107,13 @@ _FAMILIES = {
         f"{name}ForCausalLM": _family(name, "deepseek_config:DeepseekConfig", "deepseek:Deepseek")
         for name in _DEEPSEEKS
     },
+    "BambaForCausalLM": _family("Bamba", *_MAMBA),
+    "FalconH1ForCausalLM": _family("FalconH1", *_MAMBA),
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
+    "GraniteMoeHybridForCausalLM": _family("GraniteMoeHybrid", *_MAMBA),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
     **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},

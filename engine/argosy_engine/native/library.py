@@ -124,6 +124,30 @@ class DeltaNetStruct(Structure):
     )
 
 
+class MambaStruct(Structure):
+    """`Mamba` of mamba.h: a Mamba-2 layer's constants and states."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("rates", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+        ("conv_states", c_void_p),
+        ("states", c_void_p),
+        ("num_states", c_int32),
+        ("block_size", c_int32),
+        ("heads", c_int32),
+        ("head_dim", c_int32),
+        ("groups", c_int32),
+        ("state_size", c_int32),
+        ("kernel", c_int32),
+        ("norm_order", c_int32),
+        ("eps", c_float),
+    )
+
+
 MAX_DELTA_KEYS = 512
 """`kDeltaMaxKeys` of delta.h."""
 
@@ -139,6 +163,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_delta_rule": (POINTER(DeltaShapeStruct), *(c_void_p,) * 7),
     "delta_scratch": (POINTER(DeltaNetStruct),),
     "gated_delta_net": (c_int, POINTER(DeltaNetStruct), POINTER(StepStruct), *(c_void_p,) * 4),
+    "mamba_scratch": (POINTER(MambaStruct),),
+    "mamba": (c_int, POINTER(MambaStruct), POINTER(StepStruct), *(c_void_p,) * 3),
     "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
     "decoder": (
@@ -183,6 +209,7 @@ class Kernels:
             function.argtypes, function.restype = arguments, None
         self._library.argosy_decoder_scratch.restype = c_int64
         self._library.argosy_delta_scratch.restype = c_int64
+        self._library.argosy_mamba_scratch.restype = c_int64
         self.lanes: int = self._library.argosy_lanes()
         """Elements of a vector register. Head sizes, block sizes and widths must be multiples of it."""
         self.path = path
@@ -275,7 +302,7 @@ class Kernels:
         self, layer: DeltaNetStruct, step: StepStruct, qkvz: torch.Tensor, ba: torch.Tensor
     ) -> torch.Tensor:
         """Compute a Gated DeltaNet between its projections, [T, value_heads * value_dim], and the states of a step's
-        requests in place. Arguments: `delta_layers.DeltaNet`.
+        requests in place. Arguments: `layers.delta_net.DeltaNet`.
 
         Args:
             qkvz: [T, channels + value_heads * value_dim], contiguous; all sizes of heads are multiples of `lanes`.
@@ -287,6 +314,19 @@ class Kernels:
         self._library.argosy_gated_delta_net(
             DTYPES[qkvz.dtype], layer, step, *(each.data_ptr() for each in arrays)
         )
+        return out
+
+    def mamba(self, layer: MambaStruct, step: StepStruct, zxbcdt: torch.Tensor) -> torch.Tensor:
+        """Compute a Mamba-2 layer between its projections, [T, heads * head_dim], and the states of a step's requests in
+        place.
+
+        Args:
+            zxbcdt: `layers.mamba.Mamba`, contiguous; head_dim and state_size are multiples of `lanes`.
+        """
+        out = torch.empty((zxbcdt.shape[0], layer.heads * layer.head_dim), dtype=zxbcdt.dtype)
+        scratch = torch.empty(zxbcdt.shape[0] * self._library.argosy_mamba_scratch(layer))
+        arrays = (zxbcdt, out, scratch)
+        self._library.argosy_mamba(DTYPES[zxbcdt.dtype], layer, step, *(each.data_ptr() for each in arrays))
         return out
 
     def sample(

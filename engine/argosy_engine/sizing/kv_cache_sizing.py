@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from argosy_engine.attention import WORKSPACE_BYTES
-from argosy_engine.attention.params import DeltaNetParams
+from argosy_engine.attention.params import DeltaNetParams, MambaParams
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import memory_utilization
@@ -104,6 +104,11 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
         inputs = own.num_channels + own.num_values
         values = max(values, 4 * config.hidden_size + inputs + own.num_values)
         precise = max(precise, 4 * inputs)
+    mamba: MambaParams | None = getattr(config, "mamba", None)
+    if mamba is not None:
+        part = mamba.of_rank(ranks)
+        values = max(values, 4 * config.hidden_size + part.num_inputs + part.num_values)
+        precise = max(precise, 4 * (part.num_channels + part.num_values))
     if args.parallel_config.shares_experts:
         values += (
             3 * args.data_parallel_size * config.hidden_size

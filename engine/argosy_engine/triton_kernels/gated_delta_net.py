@@ -27,6 +27,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from argosy_engine.triton_kernels.activations import silu
+from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 from argosy_engine.triton_kernels.launch import launch
 
 _COLUMNS = 8
@@ -42,8 +43,6 @@ _SCAN_COLUMNS = 32
 """Columns of a state per program of `scan_chunks`."""
 _MIN_DOT = 16
 """Least size of a product's dimensions."""
-_KEPT_BLOCK = 512
-"""Channels per program of `keep_inputs`."""
 
 
 class DeltaNetShape(NamedTuple):
@@ -62,20 +61,6 @@ class DeltaNetShape(NamedTuple):
     @property
     def num_values(self) -> int:
         return self.num_value_heads * self.value_dim
-
-
-@triton.jit
-def _tokens(starts_ptr, lens_ptr, request):
-    """Return a request's first token, the index after its last, and how many tokens were computed before."""
-    start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
-    return start, end, tl.load(lens_ptr + request) - (end - start)
-
-
-@triton.jit
-def _block_after(table_ptr, table_stride, request, num_tokens, BLOCK_SIZE: tl.constexpr):
-    """Return the block of a request's state after so many tokens, at least one."""
-    entry = (num_tokens - 1) // BLOCK_SIZE
-    return tl.load(table_ptr + request * table_stride + entry).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -114,7 +99,7 @@ def _delta_inputs(
         request = token
     else:
         request = tl.minimum(tl.load(requests_ptr + token), num_requests - 1).to(tl.int64)
-    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    start, end, computed = tokens_of(starts_ptr, lens_ptr, request)
     if token >= end:
         return
     index = token - start
@@ -125,7 +110,7 @@ def _delta_inputs(
     size_before = tl.where(computed > 0, size, 0)
     offsets = tl.arange(0, HEAD_BLOCK)
     mask, columns = offsets < size, first + offsets
-    block = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    block = block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
     kept_ptr = conv_states_ptr + block * (KERNEL_SIZE - 1) * channels
     total = tl.zeros([HEAD_BLOCK], dtype=tl.float32)
     for tap in tl.static_range(KERNEL_SIZE):
@@ -151,40 +136,6 @@ def _delta_inputs(
 
 
 @triton.jit
-def _keep_inputs(
-    qkvz_ptr,
-    starts_ptr,
-    lens_ptr,
-    table_ptr,
-    conv_states_ptr,
-    qkvz_stride,
-    table_stride,
-    channels,
-    KERNEL_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Some channels of one request per program."""
-    request = tl.program_id(0)
-    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
-    if start == end:
-        return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channels_before = tl.where(computed > 0, channels, 0)
-    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
-    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
-    kept_ptr = conv_states_ptr + source * (KERNEL_SIZE - 1) * channels + columns
-    target_ptr = conv_states_ptr + target * (KERNEL_SIZE - 1) * channels + columns
-    for row in tl.static_range(KERNEL_SIZE - 1):  # in this order, because source and target may be one
-        at = end - start + (row + 1 - KERNEL_SIZE)
-        new_ptr = qkvz_ptr + (start + at).to(tl.int64) * qkvz_stride + columns
-        new = tl.load(new_ptr, mask=columns < tl.where(at >= 0, channels, 0), other=0.0)
-        before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels
-        before = tl.load(before_ptr, mask=columns < tl.where(at < 0, channels_before, 0), other=0.0)
-        tl.store(target_ptr + row * channels, tl.where(at >= 0, new, before), mask=columns < channels)
-
-
-@triton.jit
 def _delta_rule(
     qkv_ptr,
     decay_ptr,
@@ -207,7 +158,7 @@ def _delta_rule(
     """Some columns of one head's state of one request per program."""
     request = tl.program_id(0) // VALUE_HEADS
     head = tl.program_id(0) % VALUE_HEADS
-    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    start, end, computed = tokens_of(starts_ptr, lens_ptr, request)
     if start == end:
         return
     rows = tl.arange(0, KEY_BLOCK)
@@ -216,8 +167,8 @@ def _delta_rule(
     mask = row_mask[:, None] & column_mask[None, :]
     mask_before = (rows < tl.where(computed > 0, KEY_DIM, 0))[:, None] & column_mask[None, :]
     places = head * (KEY_DIM * VALUE_DIM) + rows[:, None] * VALUE_DIM + columns[None, :]
-    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
-    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
+    source = block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    target = block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
     size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state = tl.load(states_ptr + source * size + places, mask=mask_before, other=0.0)
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + rows
@@ -331,7 +282,7 @@ def _scan_chunks(
     """Some columns of one head's state of one request per program."""
     request = first_request + tl.program_id(0) // VALUE_HEADS
     head = tl.program_id(0) % VALUE_HEADS
-    start, end, computed = _tokens(starts_ptr, lens_ptr, request)
+    start, end, computed = tokens_of(starts_ptr, lens_ptr, request)
     rows = tl.arange(0, CHUNK)
     keys = tl.arange(0, PARTS)[:, None] * (KEY_BLOCK // PARTS) + tl.arange(0, KEY_BLOCK // PARTS)[None, :]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -340,8 +291,8 @@ def _scan_chunks(
     mask = (keys < KEY_DIM)[:, :, None] & column_mask[None, None, :]
     mask_before = (keys < key_dim_before)[:, :, None] & column_mask[None, None, :]
     places = head * (KEY_DIM * VALUE_DIM) + keys[:, :, None] * VALUE_DIM + columns[None, None, :]
-    source = _block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
-    target = _block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
+    source = block_after(table_ptr, table_stride, request, tl.maximum(computed, 1), BLOCK_SIZE)
+    target = block_after(table_ptr, table_stride, request, computed + end - start, BLOCK_SIZE)
     size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state = tl.load(states_ptr + source * size + places, mask=mask_before, other=0.0)
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
@@ -408,33 +359,6 @@ def _gated_norm(
     tl.store(out_ptr + place, (normed * silu(z)).to(out_ptr.dtype.element_ty), mask=columns < VALUE_DIM)
 
 
-def requests_of_tokens(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return the index of each token's request, int32 [num_tokens]; of padding, the number of requests.
-
-    Args:
-        starts: int32 [R + 1], index of each request's first token, and of the first that is none's.
-    """
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
-    return torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
-
-
-def chunks_of_prompts(starts: NDArray[np.int32], num_decodes: int) -> NDArray[np.int32]:
-    """Return the first token of each chunk of the requests after the decodes, and the index after its last, int32
-    [chunks, 2].
-
-    Args:
-        starts: int32 [R + 1], index of each request's first token, on the host.
-    """
-    firsts, ends = starts[num_decodes:-1], starts[num_decodes + 1 :]
-    counts = -(-(ends - firsts) // CHUNK_SIZE)
-    before = np.cumsum(counts) - counts
-    numbers = np.arange(counts.sum()) - np.repeat(before, counts)
-    begins = np.repeat(firsts, counts) + numbers * CHUNK_SIZE
-    return np.stack((begins, np.minimum(begins + CHUNK_SIZE, np.repeat(ends, counts))), axis=1).astype(
-        np.int32
-    )
-
-
 def gated_delta_net(
     shape: DeltaNetShape,
     qkvz: torch.Tensor,
@@ -466,8 +390,8 @@ def gated_delta_net(
         norm: float32 [value_dim]; eps: of this norm.
         conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
         states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
-        requests: `requests_of_tokens`; None: each request has one token, or is padding behind those that have.
-        chunks: `chunks_of_prompts`, on the device; None: there are no prompts, or all tokens are computed one by one.
+        requests: `state_steps.requests_of_tokens`; None: each request has one token, or is padding behind those that have.
+        chunks: `state_steps.chunks_of_prompts` of CHUNK_SIZE, on the device; None: there are no prompts, or all tokens are computed one by one.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.
@@ -523,20 +447,7 @@ def gated_delta_net(
         **sizes,
         **step,
     )
-    kept_block = min(_KEPT_BLOCK, triton.next_power_of_2(channels))
-    launch(
-        _keep_inputs,
-        (num_requests, triton.cdiv(channels, kept_block)),
-        num_warps=max(kept_block // 256, 1),
-        num_stages=1,
-        qkvz_ptr=qkvz,
-        conv_states_ptr=conv_states,
-        qkvz_stride=qkvz.stride(0),
-        channels=channels,
-        KERNEL_SIZE=shape.kernel_size,
-        BLOCK=kept_block,
-        **step,
-    )
+    keep_inputs(qkvz, conv_states, num_requests, step)
     rule = {"qkv_ptr": qkv, "states_ptr": states, "read_ptr": read, "channels": channels, **sizes, **step}
     columns = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
     launch(

@@ -11,8 +11,8 @@ from argosy_engine.triton_kernels.gated_delta_net import (
     MAX_CHUNK_KEYS,
     DeltaNetShape,
     gated_delta_net,
-    requests_of_tokens,
 )
+from argosy_engine.triton_kernels.state_steps import requests_of_tokens
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -7,11 +7,9 @@
 // needs none of the triangular systems that make chunks of tokens one product each.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 
-#include "pool.h"
-#include "step.h"
+#include "causal_conv.h"
 
 namespace argosy {
 
@@ -128,22 +126,6 @@ struct DeltaNet {
   int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
 
-// The states of one request of a step.
-struct DeltaRequest {
-  int first, tokens;
-  int64_t source, target;  // blocks of the states before the step (-1: it begins) and after it
-};
-
-inline DeltaRequest delta_request(const DeltaNet& of, const Step& step, int request) {
-  const int first = step.query_starts[request], tokens = step.query_starts[request + 1] - first;
-  const int after = step.seq_lens[request], before = after - tokens;
-  const int32_t* table = step.block_tables + request * step.table_stride;
-  const int64_t source = before > 0 ? table[(before - 1) / of.block_size] : -1;
-  const int64_t target = table[(after - 1) / of.block_size];
-  ARGOSY_CHECK(tokens > 0 && before >= 0 && source < of.num_states && target > 0 && target < of.num_states);
-  return {first, tokens, source, target};
-}
-
 inline void delta_normalise(float* head, int size, float factor) {
   vfloat squares = vfloat{};
   for (int i = 0; i < size; i += kLanes) squares += load(head + i) * load(head + i);
@@ -154,28 +136,15 @@ inline void delta_normalise(float* head, int size, float factor) {
 // Writes q, k and v of all tokens, [tokens][channels]: convolved over the tokens before them, silu, q and k of length 1, q
 // scaled; and the decay and rate of each head.
 template <class T>
-void delta_inputs(const DeltaNet& of, const Step& step, const T* qkvz, const T* ba, float* qkv, float* decay,
+void delta_inputs(const DeltaNet& of, const Step& step, const CausalConv<T>& conv, const T* ba, float* qkv, float* decay,
                   float* rate) {
-  const int channels = of.channels(), heads = of.value_heads, earlier = of.kernel - 1;
-  const int64_t stride = channels + int64_t(heads) * of.value_dim;
+  const int channels = of.channels(), heads = of.value_heads;
   const float factor = 1.0f / __builtin_sqrtf(float(of.key_dim));
-  const T* conv_states = static_cast<const T*>(of.conv_states);
   parallel_rows(step.num_tokens, int64_t(of.kernel + 4) * channels, [&](int token) {
-    const int32_t* found = std::upper_bound(step.query_starts, step.query_starts + step.num_requests + 1, token);
-    const DeltaRequest request = delta_request(of, step, int(found - step.query_starts) - 1);
-    const T* state = request.source < 0 ? nullptr : conv_states + request.source * earlier * channels;
+    const StateRequest request = state_request(of.num_states, of.block_size, step, request_of(step, token));
     const int index = token - request.first;
     float* row = qkv + int64_t(token) * channels;
-    for (int i = 0; i < channels; i += kLanes) {
-      vfloat sum = vfloat{};
-      for (int tap = 0; tap < of.kernel; ++tap) {
-        const int at = index + tap - earlier;  // in this step's tokens of the request
-        if (at < 0 && !state) continue;
-        const T* input = at < 0 ? state + int64_t(earlier + at) * channels : qkvz + (token + tap - earlier) * stride;
-        sum += load(input + i) * load(of.conv + int64_t(tap) * channels + i);
-      }
-      store(row + i, silu(sum));
-    }
+    for (int i = 0; i < channels; i += kLanes) store(row + i, silu(conv.at(request, index, i, vfloat{})));
     for (int head = 0; head < of.key_heads; ++head) {
       delta_normalise(row + head * of.key_dim, of.key_dim, factor);
       delta_normalise(row + (of.key_heads + head) * of.key_dim, of.key_dim, 1.0f);
@@ -186,30 +155,6 @@ void delta_inputs(const DeltaNet& of, const Step& step, const T* qkvz, const T* 
       const float softplus = step_size > 20.0f ? step_size : std::log1p(std::exp(step_size));
       decay[int64_t(token) * heads + head] = std::exp(-of.rates[head] * softplus);
       rate[int64_t(token) * heads + head] = 1.0f / (1.0f + std::exp(-to_float(gates[head])));
-    }
-  });
-}
-
-// Keeps the last inputs of the convolution. Runs after delta_inputs, which reads those before.
-template <class T>
-void delta_keep_inputs(const DeltaNet& of, const Step& step, const T* qkvz) {
-  const int channels = of.channels(), earlier = of.kernel - 1;
-  const int64_t stride = channels + int64_t(of.value_heads) * of.value_dim;
-  T* conv_states = static_cast<T*>(of.conv_states);
-  parallel_rows(step.num_requests, int64_t(of.kernel) * channels, [&](int index) {
-    const DeltaRequest request = delta_request(of, step, index);
-    T* target = conv_states + request.target * earlier * channels;
-    for (int i = 0; i < earlier; ++i) {  // in this order, because source and target may be one
-      const int at = request.tokens - earlier + i;
-      T* row = target + int64_t(i) * channels;
-      if (at >= 0) {
-        memcpy(row, qkvz + (request.first + at) * stride, channels * sizeof(T));
-      } else if (request.source >= 0) {
-        const T* kept = conv_states + (request.source * earlier + earlier + at) * channels;
-        if (kept != row) memcpy(row, kept, channels * sizeof(T));
-      } else {
-        memset(row, 0, channels * sizeof(T));
-      }
     }
   });
 }
@@ -248,15 +193,18 @@ void gated_delta_net(const DeltaNet& of, const Step& step, const T* qkvz, const 
   float* decay = qkv + int64_t(tokens) * channels;
   float* rate = decay + int64_t(tokens) * heads;
   float* read = rate + int64_t(tokens) * heads;
-  delta_inputs(of, step, qkvz, ba, qkv, decay, rate);
-  delta_keep_inputs(of, step, qkvz);
+  const CausalConv<T> conv{of.conv, static_cast<T*>(of.conv_states), qkvz, channels + width, of.kernel, channels};
+  delta_inputs(of, step, conv, ba, qkv, decay, rate);
+  parallel_rows(step.num_requests, int64_t(of.kernel) * channels, [&](int request) {
+    conv.keep(state_request(of.num_states, of.block_size, step, request));
+  });
   const int parts = (of.value_dim + kDeltaColumns - 1) / kDeltaColumns;
   const int group = heads / of.key_heads;
   const int64_t state_size = int64_t(of.key_dim) * of.value_dim;
   const int64_t cost = (1 + tokens / std::max(step.num_requests, 1)) * int64_t(of.key_dim) * kDeltaColumns;
   parallel_rows(step.num_requests * heads * parts, cost, [&](int task) {
     const int part = task % parts, head = task / parts % heads;
-    const DeltaRequest request = delta_request(of, step, task / parts / heads);
+    const StateRequest request = state_request(of.num_states, of.block_size, step, task / parts / heads);
     const float* row = qkv + int64_t(request.first) * channels;
     const int key_at = head / group * of.key_dim, value_at = head * of.value_dim;
     const int64_t gates_at = int64_t(request.first) * heads + head;

@@ -1,7 +1,8 @@
-// C interface of delta.h, pool.h, rows.h and sampling.h. Mirrored in library.py.
+// C interface of delta.h, mamba.h, pool.h, rows.h and sampling.h. Mirrored in library.py.
 #include "rows.h"
 
 #include "delta.h"
+#include "mamba.h"
 #include "sampling.h"
 
 using namespace argosy;
@@ -46,6 +47,15 @@ void argosy_gated_delta_net(int dtype, const DeltaNet* of, const Step* step, con
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
     gated_delta_net(*of, *step, static_cast<const T*>(qkvz), static_cast<const T*>(ba), static_cast<T*>(out), scratch);
+  });
+}
+
+int64_t argosy_mamba_scratch(const Mamba* of) { return mamba_scratch(*of); }
+
+void argosy_mamba(int dtype, const Mamba* of, const Step* step, const void* zxbcdt, void* out, float* scratch) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    mamba(*of, *step, static_cast<const T*>(zxbcdt), static_cast<T*>(out), scratch);
   });
 }
 

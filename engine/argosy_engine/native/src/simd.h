@@ -114,6 +114,15 @@ ARGOSY_INLINE unsigned bits(vint condition) {
 #endif
 }
 
+// Returns a * b + c, rounded once.
+ARGOSY_INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
 ARGOSY_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 
 // Reduces the lanes by combining halves: in a fixed order, which makes results reproducible, and in few steps.
@@ -167,6 +176,25 @@ ARGOSY_INLINE vfloat exp(vfloat x) {
 ARGOSY_INLINE vfloat tanh(vfloat x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
 
 ARGOSY_INLINE vfloat silu(vfloat x) { return x / (1.0f + exp(vfloat{} - x)); }
+
+// log(1 + e^x) to a few ulp: the larger of x and 0, and log(1 + y) of y = e^-|x|, which is at most 1 (Cephes' logf, and
+// y / ((1 + y) - 1) for what 1 + y has lost).
+ARGOSY_INLINE vfloat softplus(vfloat x) {
+  const vfloat zero = vfloat{}, y = exp(x > 0.0f ? zero - x : x), u = y + 1.0f;
+  const vint is_large = u > 1.41421356f;
+  const vfloat r = (is_large ? u * 0.5f : u) - 1.0f, exponent = is_large ? broadcast(1.0f) : zero;
+  vfloat p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * r + 1.1676998740e-1f;
+  p = p * r - 1.2420140846e-1f;
+  p = p * r + 1.4249322787e-1f;
+  p = p * r - 1.6668057665e-1f;
+  p = p * r + 2.0000714765e-1f;
+  p = p * r - 2.4999993993e-1f;
+  p = p * r + 3.3333331174e-1f;
+  p = p * r * (r * r) - exponent * 2.12194440e-4f - r * r * 0.5f;
+  const vfloat logarithm = r + p + exponent * 0.693359375f, lost = u - 1.0f;
+  return max(x, zero) + (lost == zero ? y : logarithm * (y / lost));
+}
 
 // Returns sum + a * b for units of T. Products of bfloat16 are exact; sums are float.
 template <class T>

@@ -1,0 +1,233 @@
+"""MambaHybridConfig: the config of decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and
+Falcon-H1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from argosy_engine.attention.params import AttentionParams, MambaParams, StateParams
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.experts_config import ExpertNames
+from argosy_engine.model_configs.llama_config import LlamaConfig
+from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, layer_count
+from argosy_engine.model_configs.rope_config import shared_rope_fields
+
+LayerType = Literal["linear_attention", "full_attention", "hybrid"]
+"""What mixes a layer's tokens: a Mamba layer, attention, or the sum of both, by transformers' names."""
+_Heads = Annotated[int, Meta(ge=1, le=4096)]
+
+
+class HybridMultipliers(Struct, frozen=True, kw_only=True):
+    """Factors of Falcon-H1 (arXiv 2507.22448) on what parts of a layer get or give."""
+
+    mamba_input: Positive = 1.0
+    mamba_projected: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0,) * 5
+    """On z, x, B, C and dt."""
+    mamba_output: Positive = 1.0
+    attention_input: Positive = 1.0
+    attention_output: Positive = 1.0
+    gate: Positive = 1.0
+    """On an MLP's gate, before its activation."""
+    mlp_output: Positive = 1.0
+
+
+class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
+    """Llama's decoder with Mamba layers in place of attention in some layers."""
+
+    layer_types: tuple[LayerType, ...]
+    mamba_num_heads: _Heads
+    mamba_head_dim: Annotated[int, Meta(ge=1, le=1024)]
+    mamba_num_groups: _Heads
+    mamba_state_size: Annotated[int, Meta(ge=1, le=1024)]
+    mamba_kernel_size: Annotated[int, Meta(ge=2, le=64)]
+    mamba_norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    """See `MambaParams`."""
+    mamba_conv_bias: bool
+    mamba_bias: bool
+    """Of the input projection."""
+    mamba_output_bias: bool
+    """Of the output projection."""
+    multipliers: HybridMultipliers = HybridMultipliers()
+
+    def __post_init__(self) -> None:
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
+        if self.mamba_num_heads % self.mamba_num_groups:
+            raise ValueError(
+                f"{self.mamba_num_heads} heads of Mamba are not a multiple of {self.mamba_num_groups} groups"
+            )
+
+    @property
+    def attention_layers(self) -> tuple[AttentionParams, ...]:
+        """Constants of the layers with attention, in their order."""
+        params = super().attention_layers
+        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention")
+
+    @property
+    def mamba(self) -> MambaParams:
+        """Constants of each Mamba layer."""
+        return MambaParams(
+            num_heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim,
+            num_groups=self.mamba_num_groups,
+            state_size=self.mamba_state_size,
+            kernel_size=self.mamba_kernel_size,
+            norm=self.mamba_norm,
+        )
+
+    @property
+    def state_layers(self) -> tuple[StateParams, ...]:
+        return (self.mamba.state,) * sum(kind != "full_attention" for kind in self.layer_types)
+
+    def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
+        sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
+        sizes["intermediate_size"] = self.intermediate_size  # of what all tokens take beside experts, too
+        if self.state_layers:
+            sizes["number of Mamba groups"] = self.mamba_num_groups
+        return sizes
+
+    @classmethod
+    def differences(cls, raw: RawConfig) -> dict[str, Any]:
+        _check_time_steps(raw)
+        return _DIFFERENCES[raw["architectures"][0]](raw)
+
+
+def _check_time_steps(raw: RawConfig) -> None:
+    """Refuse bounds of step sizes: transformers applies them in prompts and not while it decodes, so that tokens would
+    depend on how a sequence is cut into steps."""
+    limit = raw.get("time_step_limit", (0.0, math.inf))
+    bounds = [math.inf if each in ("Infinity", {"__float__": "Infinity"}) else each for each in limit or ()]
+    if bounds != [0.0, math.inf]:
+        raise NotOurs(f"time_step_limit {limit} is not supported, only 0 to infinity")
+
+
+def _mamba(raw: RawConfig, inner: int) -> dict[str, Any]:
+    """Return the fields of the Mamba layers by the names that Granite, Bamba and Falcon-H1 share.
+
+    Args:
+        inner: elements of all heads.
+    """
+    heads, head_dim = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
+    if head_dim == "auto":
+        head_dim = inner // heads
+    if head_dim * heads != inner:
+        raise ConfigError(f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner} elements of a layer")
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "mamba_num_groups": raw.get("mamba_n_groups", 1),
+        "mamba_state_size": raw.get("mamba_d_state", 256),
+        "mamba_kernel_size": raw.get("mamba_d_conv", 4),
+        "mamba_conv_bias": bool(raw.get("mamba_conv_bias", True)),
+        "mamba_bias": bool(raw.get("mamba_proj_bias", False)),
+        "mamba_output_bias": bool(raw.get("mamba_proj_bias", False)),
+    }
+
+
+def _layer_types(kinds: Any) -> tuple[str, ...]:
+    """Return layer types by their present names.
+
+    Raises:
+        NotOurs: there is another, or no attention.
+    """
+    found = tuple({"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds)
+    if others := sorted(set(found) - {"linear_attention", "full_attention"}):
+        raise NotOurs(f"layer type {others[0]!r} is not supported, only linear_attention and full_attention")
+    if "full_attention" not in found:
+        raise NotOurs("no layer has attention")
+    return found
+
+
+def _granite_hybrid(raw: RawConfig) -> dict[str, Any]:
+    layers = layer_count(raw)
+    kinds = raw.get("layers_block_type") or raw.get("layer_types") or ["linear_attention"] * layers
+    rotates = raw.get("position_embedding_type") == "rope"
+    multipliers = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    shared = raw.get("shared_intermediate_size", 1024)
+    fields: dict[str, Any] = {
+        **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
+        **{name: raw.get(name, 1.0) for name in multipliers},
+        "layer_types": _layer_types(kinds),
+        "unrotated_layers": () if rotates else tuple(range(layers)),
+        "mlp_bias": False,
+        "intermediate_size": shared,
+    }
+    if num_experts := raw.get("num_local_experts", 8):
+        fields["experts"] = {
+            "routing": {
+                "num_experts": num_experts,
+                "experts_per_token": raw.get("num_experts_per_tok", 2),
+                "normalises": True,
+            },
+            "inner": raw.get("intermediate_size", 11008),
+            "is_sparse": (True,) * layers,
+            "mlp": "block_sparse_moe.",
+            "names": ExpertNames(
+                experts="", stacked=("input_linear.weight", "output_linear.weight"), router="router.layer"
+            ),
+        }
+    return fields
+
+
+def _bamba(raw: RawConfig) -> dict[str, Any]:
+    with_attention = raw.get("attn_layer_indices") or ()
+    positions = raw.get("max_position_embeddings", 262144)
+    rope = shared_rope_fields(
+        {name: value for name, value in raw.items() if name != "partial_rotary_factor"},
+        max_position_embeddings=positions,
+        is_partial=True,
+    )
+    kinds = ["attention" if index in with_attention else "mamba" for index in range(layer_count(raw))]
+    return {
+        **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
+        "layer_types": _layer_types(kinds),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
+        "positions": positions,
+        "rope": {"partial_rotary_factor": 0.5, **rope},
+    }
+
+
+def _falcon_h1(raw: RawConfig) -> dict[str, Any]:
+    layers, inner = layer_count(raw), raw.get("mamba_d_ssm", 1024)
+    if inner is None:
+        inner = raw.get("mamba_expand", 2) * raw["hidden_size"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    norm = None
+    if raw.get("mamba_rms_norm", False):
+        norm = "before_gate" if raw.get("mamba_norm_before_gate", True) else "after_gate"
+    gate, mlp_output = raw.get("mlp_multipliers") or (1.0, 1.0)
+    return {
+        **_mamba(raw, inner),
+        "mamba_norm": norm,
+        "mamba_output_bias": bool(raw.get("projectors_bias", False)),
+        "layer_types": ("hybrid",) * layers,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
+        "positions": raw.get("max_position_embeddings", 8192),
+        # q k grows with k, and rotations do not change lengths.
+        "attention_multiplier": raw.get("key_multiplier", 1.0) * head_dim**-0.5,
+        "embedding_multiplier": raw.get("embedding_multiplier", 1.0),
+        "logits_scaling": 1.0 / raw.get("lm_head_multiplier", 1.0),
+        "multipliers": {
+            "mamba_input": raw.get("ssm_in_multiplier", 1.0),
+            "mamba_projected": raw.get("ssm_multipliers") or (1.0,) * 5,
+            "mamba_output": raw.get("ssm_out_multiplier", 1.0),
+            "attention_input": raw.get("attention_in_multiplier", 1.0),
+            "attention_output": raw.get("attention_out_multiplier", 1.0),
+            "gate": gate,
+            "mlp_output": mlp_output,
+        },
+    }
+
+
+_DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
+    "BambaForCausalLM": _bamba,
+    "FalconH1ForCausalLM": _falcon_h1,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+}
+"""By the architecture, what `LlamaConfig.differences` returns."""
