@@ -60,7 +60,7 @@ def complete_config(config: ModelConfig) -> ModelConfig:
     """
     if not isinstance(config, TransformersConfig):
         return config
-    from argosy_engine.models.transformers_model import follow
+    from argosy_engine.models.transformers_follow import follow
 
     return follow(config)
 
@@ -217,19 +217,14 @@ def _load_transformers(
     Args:
         seed: of random weights; None: the checkpoint's.
     """
-    from argosy_engine.models.transformers_model import load_transformers
     from argosy_engine.models.transformers_probe import probe
+    from argosy_engine.models.transformers_weights import load_transformers
 
-    if quantization is not None or config.quantization is not None:
-        asked = "its quantised weights are" if quantization is None else f"--quantization {quantization} is"
-        raise ConfigError(
-            f"{config.architecture} is run by transformers' modelling code, and {asked} not supported with that; serve "
-            "a checkpoint in bfloat16 without the flag"
-        )
-    if has_fp8_kv_cache:
-        raise ConfigError(
-            f"{config.architecture} is run by transformers' modelling code, which has no scales for an FP8 KV cache; "
-            "use --kv-cache-dtype auto"
+    config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
+    if config.quantization is not None:
+        method = config.quantization.method
+        logger.info(
+            "quantised weights (%s): widened to %s at load", method, str(dtype).removeprefix("torch.")
         )
     if compiler is not None:
         raise ConfigError(

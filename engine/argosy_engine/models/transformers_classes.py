@@ -1,27 +1,65 @@
-"""Transformers wrapper: the text part of a model with parts for images, video or sound, as transformers computes it.
+"""Transformers classes: which class of transformers' is a checkpoint's, and what of it is served.
 
-The wrapper's own class runs, without the parts that no text needs: they are taken away before anything is loaded, so
-that embedding, masks, positions and output head are what they are in transformers.
+Of a model with parts for images, video or sound the wrapper's own class runs, without the parts that no text needs:
+they are taken away before anything is loaded, so that embedding, masks, positions and output head are what they are in
+transformers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     PreTrainedModel,
 )
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 
 _HOLDS_CAUSAL_MODEL = frozenset({"Llama4ForConditionalGeneration"})
 """Wrappers that only give embeddings to a whole causal model, which is served alone."""
 
 
-def wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
+def hf_config(config: TransformersConfig, implementation: str) -> Any:
+    """Return transformers' config object, which names our attention function."""
+    found = config.hf_config()
+    found._attn_implementation = implementation
+    for each in (found, found.get_text_config()):
+        if config.wrapper is None or not config.tie_word_embeddings:  # of a wrapper either may be tied
+            each.tie_word_embeddings = config.tie_word_embeddings
+        each.use_cache = False
+    return found
+
+
+def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedModel]:
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    found: type[PreTrainedModel] | None = (
+        mapping.get(type(of_config), None) if config.wrapper is None else _wrapper_class(of_config)
+    )
+    if found is None or found.__name__ != config.architecture:
+        raise ConfigError(
+            f"architecture {config.architecture} is not supported: transformers {transformers.__version__} has none of "
+            f"that name for the model_type {of_config.model_type!r}; correct config.json, or serve it with the engine "
+            "that it was made for behind Argosy's router"
+        )
+    return found
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """Return what is below the output head."""
+    body: Any = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+    body = getattr(body, "decoder", body)  # OPT's head calls that one
+    if not isinstance(body, nn.Module) or body is model:
+        raise ConfigError(f"{type(model).__name__} has no body apart from its output head")
+    return body
+
+
+def _wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
     """Return transformers' class of a wrapper's config; None if it has none."""
     mappings: tuple[Any, ...] = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
     return next((found for mapping in mappings if (found := mapping.get(type(hf_config), None))), None)
