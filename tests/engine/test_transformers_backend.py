@@ -98,7 +98,6 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"quantization": "fp8"}, "leave out the flag"),
         ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),
-        ({"runner": "pooling"}, "which only generates here"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_work_with_it_are_refused(

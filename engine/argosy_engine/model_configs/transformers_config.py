@@ -106,6 +106,12 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{architecture} has no text part that generates by itself; serve another model, {OTHER_ENGINES}"
             )
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
+        if getattr(config, "is_encoder_decoder", False) or not all(hasattr(config, size) for size in sizes):
+            raise ConfigError(
+                f"architecture {architecture} is not supported: it is no decoder of texts alone; serve one, "
+                f"{OTHER_ENGINES}"
+            )
         heads = _number(config, "num_attention_heads") or 1  # none, where all layers keep states
         hidden = config.hidden_size
         return {

@@ -41,12 +41,12 @@ class _Modules(NamedTuple):
     normalizes: bool
 
 
-def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) -> PoolingSpec | None:
+def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_wrapped: bool) -> PoolingSpec | None:
     """Return how a checkpoint pools; None if it is served to generate.
 
     Args:
         raw: config.json with the overrides.
-        is_ours: whether our own modelling code runs it.
+        is_wrapped: whether it is the text part of a model for images that transformers' code runs.
 
     Raises:
         ConfigError: the checkpoint cannot be used so, flags contradict each other, or a file is malformed.
@@ -57,11 +57,11 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) ->
     if use.convert in ("embed", "classify") and asked != use.convert:
         raise ConfigError(f"--pooler-config asks for the task {asked}, and --convert for {use.convert}")
     runner = use.runner
-    if not is_ours:
-        if own_task is not None or asked is not None or runner == "pooling":
+    if is_wrapped:
+        if asked is not None or runner == "pooling":
             raise ConfigError(
-                f"{architecture} is run by transformers' modelling code, which only generates here: leave out what "
-                "asks for pooling, or serve an architecture of ours (--model-impl argosy names them)"
+                f"{architecture} is run by transformers' modelling code with parts for images, which only generates "
+                "here: leave out what asks for pooling, or serve a model for texts"
             )
         runner = "generate"
     if runner == "auto":

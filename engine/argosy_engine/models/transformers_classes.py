@@ -15,10 +15,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 
 _HOLDS_CAUSAL_MODEL = frozenset({"Llama4ForConditionalGeneration"})
@@ -37,11 +40,49 @@ def hf_config(config: TransformersConfig, implementation: str) -> Any:
 
 
 def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedModel]:
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    found: type[PreTrainedModel] | None = (
-        mapping.get(type(of_config), None) if config.wrapper is None else _wrapper_class(of_config)
-    )
-    if found is None or found.__name__ != config.architecture:
+    """Return transformers' class that is run: of a model that pools, the one without a head.
+
+    Raises:
+        ConfigError: transformers has no such class, or none that generates of the same decoder.
+    """
+    kind, architecture = type(of_config), config.architecture
+    if config.wrapper is not None:
+        return _named(_wrapper_class(of_config), config, of_config)
+    if config.pooling is None:
+        return _named(_of(MODEL_FOR_CAUSAL_LM_MAPPING, kind), config, of_config)
+    mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    generating, base, classifier = (_of(mapping, kind) for mapping in mappings)
+    is_decoder = generating is not None and not getattr(of_config, "is_encoder_decoder", False)
+    known = [each for each in (generating, base, classifier) if each is not None]
+    named = next((each for each in known if is_decoder and each.__name__ == architecture), None)
+    if named is classifier and named is not None and not issubclass(named, GenericForSequenceClassification):
+        raise ConfigError(
+            f"{architecture} has a head of its own in transformers, which is not computed; serve another model, "
+            f"{OTHER_ENGINES}"
+        )
+    return _named(None if named is None else base, config, of_config, named)
+
+
+def _of(mapping: Any, kind: type) -> type[PreTrainedModel] | None:
+    found: type[PreTrainedModel] | None = mapping.get(kind, None)
+    return found
+
+
+def _named(
+    found: type[PreTrainedModel] | None,
+    config: TransformersConfig,
+    of_config: Any,
+    named: type[PreTrainedModel] | None = None,
+) -> type[PreTrainedModel]:
+    """Return the class found.
+
+    Args:
+        named: the class that config.json names, if that is another one.
+
+    Raises:
+        ConfigError: there is none, or config.json names another.
+    """
+    if found is None or (named or found).__name__ != config.architecture:
         raise ConfigError(
             f"architecture {config.architecture} is not supported: transformers {transformers.__version__} has none of "
             f"that name for the model_type {of_config.model_type!r}; correct config.json, or serve it with the engine "
@@ -50,11 +91,17 @@ def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedMo
     return found
 
 
-def body_of(model: PreTrainedModel) -> nn.Module:
-    """Return what is below the output head."""
-    body: Any = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+def body_of(model: PreTrainedModel, *, has_head: bool = True) -> nn.Module:
+    """Return what is below the output head.
+
+    Args:
+        has_head: whether the model has one.
+    """
+    body: Any = model
+    if has_head:
+        body = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
     body = getattr(body, "decoder", body)  # OPT's head calls that one
-    if not isinstance(body, nn.Module) or body is model:
+    if not isinstance(body, nn.Module) or (has_head and body is model):
         raise ConfigError(f"{type(model).__name__} has no body apart from its output head")
     return body
 

@@ -197,10 +197,11 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         unserved_parts: tuple[str, ...] = ()
         if config.wrapper is not None:
             unserved_parts, model = forbid_other_parts(whole), text_model(whole)
-        follower, products = _followed(model)
+        body = body_of(model, has_head=config.pooling is None)
+        follower, products = _followed(model, body)
         if _wants_cache(model, follower.callers):
             states = FollowedStates(model)
-            follower, products = _followed(model, states)
+            follower, products = _followed(model, body, states)
     except ConfigError as error:
         raise ConfigError(_refusal(config, str(error))) from None
     except Exception as error:  # whatever transformers' modules raise
@@ -231,12 +232,13 @@ def follow(config: TransformersConfig) -> TransformersConfig:
     )
 
 
-def _followed(model: PreTrainedModel, states: FollowedStates | None = None) -> tuple[_Follower, _NoProducts]:
+def _followed(
+    model: PreTrainedModel, body: nn.Module, states: FollowedStates | None = None
+) -> tuple[_Follower, _NoProducts]:
     """Run a model's body over a few tokens; return what has noted what it does."""
     follower = _Follower(model)
     ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
     positions = torch.arange(_FOLLOWED_TOKENS).unsqueeze(0)
-    body = body_of(model)
     with torch.inference_mode(), attending(follower), _NoProducts() as products:
         body(input_ids=ids, position_ids=positions, use_cache=False, **cache_argument(body, states))
     return follower, products

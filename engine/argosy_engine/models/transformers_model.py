@@ -128,6 +128,7 @@ class TransformersModel:
     Args:
         config: with the attention that `follow` has found.
         model: in evaluation mode, on its device.
+        label_head: float32 [num_labels, hidden_size], of a model that classifies.
     """
 
     checkpoint_prefix: ClassVar[str] = ""
@@ -138,11 +139,14 @@ class TransformersModel:
         config: TransformersConfig,
         model: PreTrainedModel,
         backend: AttentionBackend,
+        label_head: torch.Tensor | None = None,
     ) -> None:
         self.model = model
+        self._has_head = config.pooling is None
+        self._label_head = label_head
         self._is_wrapped = config.wrapper is not None
         self._numbers_tokens = config.numbers_tokens
-        self._body = body_of(model)
+        self._body = body_of(model, has_head=self._has_head)
         self._given: torch.Tensor | None = None
         """Hidden states that the output head takes instead of the body's."""
         self._output: type[Any] | None = None
@@ -200,6 +204,7 @@ class TransformersModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the model's own output head, with all that it does to logits."""
+        assert self._has_head, "a pooling model has no output head"
         self._given = hidden.unsqueeze(0)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
@@ -208,8 +213,18 @@ class TransformersModel:
             self._given = None
         return logits.squeeze(0)
 
-    def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Compute the logits [T, vocab_size] of one request with transformers' own attention, without a cache."""
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores [R, num_labels] of vectors [R, hidden_size], both float32, before any activation."""
+        assert self._label_head is not None, "embeddings have no scores"
+        return F.linear(vectors, self._label_head)
+
+    def compared(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a probe compares of hidden states [T, hidden_size], in float32: logits, or the states of a model
+        without a head."""
+        return (self.logits(hidden) if self._has_head else hidden).float()
+
+    def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Compute the same as `compared` of one request with transformers' own attention, without a cache."""
         set_attention(self.model, "eager")
         given: dict[str, torch.Tensor] = {}
         if not self._is_wrapped:  # a wrapper numbers tokens in ways of its own
@@ -218,8 +233,8 @@ class TransformersModel:
             output = self.model(input_ids=token_ids.unsqueeze(0), use_cache=False, **given)
         finally:
             set_attention(self.model, STEP)
-        logits: torch.Tensor = output.logits
-        return logits.squeeze(0)
+        found: torch.Tensor = output.logits if self._has_head else output[0]
+        return found.squeeze(0).float()
 
     def check_states(self) -> bool:
         """Find out how layers with states continue them, after a reference pass; return whether any takes one token at

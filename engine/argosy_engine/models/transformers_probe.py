@@ -58,7 +58,7 @@ def probe(
         torch.randint(0, config.vocab_size, (length,), generator=generator).to(device) for length in lengths
     ]
     try:
-        expected = [model.reference_logits(prompt).float() for prompt in prompts]
+        expected = [model.reference(prompt) for prompt in prompts]
         if model.check_states():  # Mamba's scan in transformers begins without one
             logger.info("prompts in several steps are slow: of all but the first, states take token by token")
         model.use_kernels()
@@ -68,16 +68,16 @@ def probe(
             f"{config.architecture} fails in transformers' modelling code: {type(error).__name__}: "
             f"{str(error).strip()[:300]}; serve another model, {OTHER_ENGINES}"
         ) from error
-    if expected[0].shape[1] != config.vocab_size:
+    if config.pooling is None and expected[0].shape[1] != config.vocab_size:
         raise ConfigError(
             f"{config.architecture} has logits of {expected[0].shape[1]} tokens, and its config.json says vocab_size "
             f"{config.vocab_size}; correct it"
         )
     if (difference := _difference(found, expected, dtype)) is not None:
         raise ConfigError(
-            f"{config.architecture} cannot be served by transformers' modelling code over this engine's KV cache: "
-            f"its logits differ from those with transformers' own attention by {difference}; serve another model, "
-            f"{OTHER_ENGINES}"
+            f"{config.architecture} cannot be served by transformers' modelling code over this engine's KV cache: its "
+            f"{'logits' if config.pooling is None else 'states'} differ from those with transformers' own attention by "
+            f"{difference}; serve another model, {OTHER_ENGINES}"
         )
 
 
@@ -98,7 +98,8 @@ def _difference(
 def _computed(
     model: TransformersModel, prompts: Sequence[torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the logits [T, vocab_size] of every prompt, as steps of an engine compute them."""
+    """Return the logits [T, vocab_size], or states [T, hidden_size], of every prompt, as steps of an engine compute
+    them."""
     long, short = (len(prompt) for prompt in prompts)
     half, late = long // 2, max(long - 2, 0)
     steps: list[_Step] = [
@@ -124,7 +125,7 @@ def _computed(
     parts: list[list[torch.Tensor]] = [[], []]
     for step in steps:
         hidden = model.forward(_inputs(step, prompts, tables, device))
-        logits = model.logits(hidden).float().split([end - start for _, start, end in step])
+        logits = model.compared(hidden).split([end - start for _, start, end in step])
         for (row, _, _), part in zip(step, logits, strict=True):
             parts[row].append(part)
     return [torch.cat(each) for each in parts]

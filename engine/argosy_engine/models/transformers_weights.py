@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
-from argosy_engine.checkpoint.weights import SafetensorsWeights
+from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.linear import LinearSpec
 from argosy_engine.layers.quantization import planned_linear_method
 from argosy_engine.layers.widened_linear import take_mxfp4
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_name, without_parts
+from argosy_engine.models.pooled_model import SCORE
 from argosy_engine.models.transformers_attention import STEP
 from argosy_engine.models.transformers_classes import (
     hf_config,
@@ -43,6 +44,8 @@ _WHOLE = frozenset({"BOOL", "I32", "I64"})
 _SCALE = re.compile(r"(.*\.weight)(_scale|_scale_inv)")
 _UNUSED_SCALE = re.compile(r".*\.(input_scale|[kvq]_scale|[kv]_proj\.output_scale)")
 """Scales of inputs and of an FP8 KV cache, neither of which is in FP8 here."""
+_HEADS = re.compile(r"(lm_head|score)\.(weight|bias)")
+"""Of decoders, which those that pool do not load."""
 _MXFP4 = re.compile(r"(.*)_(blocks|scales)")
 
 
@@ -80,7 +83,45 @@ def load_transformers(
         model = _read(path, config, built, of_config, dtype, on_loaded)
     model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return TransformersModel(config, model, backend), elements
+    head = _label_head(path, config, model, device, seed)
+    return TransformersModel(config, model, backend, head), elements
+
+
+def _label_head(
+    path: Path, config: TransformersConfig, model: PreTrainedModel, device: torch.device, seed: int | None
+) -> torch.Tensor | None:
+    """Read the head of a decoder that classifies, float32 [num_labels, hidden_size]; None: it embeds, or generates.
+
+    Raises:
+        ConfigError: the checkpoint has none, or one with a bias, which transformers' classes have not.
+    """
+    spec = config.pooling
+    if spec is None or spec.task == "embed":
+        return None
+    if seed is not None:
+        num_rows = 1 if spec.is_two_way else spec.num_labels
+        return DummyWeights(torch.float32, device, seed).take(SCORE, num_rows, config.hidden_size)
+    weights = SafetensorsWeights(path, torch.float32, device, prefix="")
+    stored = _stored_tensors(path, config)
+    if spec.label_token_ids:
+        name, rows = "lm_head.weight", list(spec.label_token_ids)
+        embedding: Any = model.get_input_embeddings()
+        if name in stored:
+            head = weights.take(name, config.vocab_size, config.hidden_size)[rows]
+        elif config.tie_word_embeddings:
+            head = embedding.weight[rows].float()
+        else:
+            raise _misfit(path, name, "is missing, which classifier_from_token needs")
+        return head[1:] - head[:1] if spec.is_two_way else head
+    if SCORE not in stored or "score.bias" in stored:
+        raise ConfigError(
+            f"the checkpoint in {path} has no head for labels by the name {SCORE}, or one with a bias; copy the whole "
+            f"checkpoint of a {config.architecture}"
+        )
+    shape = spec.num_labels, config.hidden_size
+    if tuple(stored[SCORE].shape) != shape:
+        raise _misfit(path, SCORE, f"is {stored[SCORE].shape}, for {spec.num_labels} labels")
+    return weights.take(SCORE, *shape)
 
 
 def _read(
@@ -118,6 +159,9 @@ def _read(
     if config.wrapper is not None:
         read = dict.fromkeys(info.get("unexpected_keys") or ())
         info = {**info, "unexpected_keys": without_parts(read, config.unserved_parts).keys()}
+    if config.pooling is not None:
+        unused = [name for name in info.get("unexpected_keys") or () if not _HEADS.fullmatch(name)]
+        info = {**info, "unexpected_keys": unused}
     _check_tensors(path, info)
     checked: PreTrainedModel = model
     return checked
