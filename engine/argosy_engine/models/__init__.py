@@ -15,9 +15,10 @@
     transformers_follow    finds out what it computes before anything is loaded
     transformers_weights   its checkpoint, quantised or not, by transformers' loader
     transformers_states    what its layers keep that have states
+    transformers_encoder   encoders such as BERT, for embeddings and labels
     transformers_probe     holds it against transformers' own attention before it is served
 
-    pooled_model           one of ours without its output head, for embeddings and labels
+    pooled_model           a decoder of ours without its output head, for embeddings and labels
 
     config_file            reads and checks config.json
     pooling_file           finds out whether a checkpoint pools, and how

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
@@ -57,7 +58,8 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
     if use is None:
         return config
     is_wrapped = isinstance(config, TransformersConfig) and config.wrapper is not None
-    spec = pooling_spec(path, raw, use, is_wrapped=is_wrapped)
+    head = config.head_pooling if isinstance(config, EncoderConfig) else None
+    spec = pooling_spec(path, raw, use, is_wrapped=is_wrapped, encoder_head=head)
     config = msgspec.structs.replace(config, pooling=spec)
     if unread := overrides.keys() - raw.read:
         raise ConfigError(

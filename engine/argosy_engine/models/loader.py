@@ -26,6 +26,7 @@ from argosy_engine.layers.layer_compiler import LayerCompiler
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.quantization import linear_method, planned_linear_method
 from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
@@ -217,7 +218,8 @@ def _load_transformers(
     Args:
         seed: of random weights; None: the checkpoint's.
     """
-    from argosy_engine.models.transformers_probe import probe
+    from argosy_engine.models.transformers_encoder import TransformersEncoder
+    from argosy_engine.models.transformers_probe import probe, probe_encoder
     from argosy_engine.models.transformers_weights import load_transformers
 
     config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
@@ -243,7 +245,11 @@ def _load_transformers(
             on_loaded=lambda share: progress.advance(int(share * stored) - progress.done_bytes),
         )
         progress.advance(stored - progress.done_bytes)
-        probe(config, model, dtype, device)
+        if isinstance(model, TransformersEncoder):
+            assert isinstance(config, EncoderConfig)
+            probe_encoder(config, model, dtype, device)
+        else:
+            probe(config, model, dtype, device)
     return LoadedModel(model, elements)
 
 

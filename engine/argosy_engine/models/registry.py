@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig, encoder_task
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 
 if TYPE_CHECKING:
@@ -137,14 +138,16 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
     """
     if architecture in _GENERATING and model_impl != "transformers":
         return True
+    if encoder_task(architecture) is not None and model_impl != "argosy":
+        return False
     if architecture in NATIVE_WRAPPERS:
         return False  # the architecture of its text part counts
     if model_impl == "argosy" or not architecture.endswith((*_CAUSAL, *_POOLED, WRAPPER)):
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
             "ForSequenceClassification and their base models, and unless --model-impl argosy is given the same of the "
-            f"causal models of transformers' (…ForCausalLM) and text parts (…{WRAPPER}); serve one of these, "
-            f"{OTHER_ENGINES}"
+            f"causal models of transformers' (…ForCausalLM), text parts (…{WRAPPER}) and encoders such as BertModel; "
+            f"serve one of these, {OTHER_ENGINES}"
         )
     return False
 
@@ -176,6 +179,8 @@ def pooling_task(architecture: str) -> PoolingTask | None:
         return found.get(architecture)
     if architecture.endswith(_CAUSAL):
         return None
+    if (task := encoder_task(architecture)) is not None:
+        return task
     return next((task for end, task in _POOLED.items() if architecture.endswith(end)), None)
 
 
@@ -186,6 +191,8 @@ def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[Mode
         ConfigError: `is_native`.
     """
     if not is_native(architecture, model_impl):
+        if encoder_task(architecture) is not None:
+            return EncoderConfig
         return _load("model_configs", "transformers_config:TransformersConfig")
     return _load("model_configs", _FAMILIES[_GENERATING[architecture]].config)
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 
 _HOLDS_CAUSAL_MODEL = frozenset({"Llama4ForConditionalGeneration"})
@@ -46,6 +48,8 @@ def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedMo
         ConfigError: transformers has no such class, or none that generates of the same decoder.
     """
     kind, architecture = type(of_config), config.architecture
+    if isinstance(config, EncoderConfig):
+        return _encoder_class(config, of_config)
     if config.wrapper is not None:
         return _named(_wrapper_class(of_config), config, of_config)
     if config.pooling is None:
@@ -61,6 +65,20 @@ def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedMo
             f"{OTHER_ENGINES}"
         )
     return _named(None if named is None else base, config, of_config, named)
+
+
+def _encoder_class(config: EncoderConfig, of_config: Any) -> type[PreTrainedModel]:
+    """Return an encoder's class with the head of its labels, or without any."""
+    mappings = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    classifier, base, masked = (_of(mapping, type(of_config)) for mapping in mappings)
+    known = [each for each in (classifier, base, masked) if each is not None]
+    named = next((each for each in known if each.__name__ == config.architecture), None)
+    classifies = config.pooling is not None and config.pooling.task == "classify"
+    if classifies and named is not classifier:
+        raise ConfigError(
+            f"{config.architecture} has no head for labels: --convert classify needs a model that was trained with one"
+        )
+    return _named(None if named is None else classifier if classifies else base, config, of_config, named)
 
 
 def _of(mapping: Any, kind: type) -> type[PreTrainedModel] | None:

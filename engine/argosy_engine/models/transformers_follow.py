@@ -8,6 +8,7 @@ stand-ins for masks, caches and experts. Whatever this engine cannot compute is 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -23,6 +24,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.transformers_attention import FOLLOWED, AttentionCall, attending, running
 from argosy_engine.models.transformers_classes import (
@@ -35,6 +37,8 @@ from argosy_engine.models.transformers_classes import (
 )
 from argosy_engine.models.transformers_states import FollowedStates, cache_argument, cache_parameter
 
+logger = logging.getLogger(__name__)
+
 _FOLLOWED_TOKENS = 13
 """Of the step in which a model is followed. No size of a model is this number, so that `arange` of it is recognised."""
 _MAX_MASKED_TOKENS = 1 << 21
@@ -43,7 +47,7 @@ _IGNORED = frozenset(
     {
         "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
         "return_dict", "output_router_logits", "logits_to_keep", "position_embeddings", "past_key_values",
-        "cache_params", "cache", "shared_kv_states", "layer_idx", "training", "num_items_in_batch",
+        "cache_params", "cache", "shared_kv_states", "layer_idx", "training", "num_items_in_batch", "deterministic",
     }
 )  # fmt: skip
 """Arguments of attention functions that do not change what they compute."""
@@ -54,8 +58,10 @@ class _Mask:
     """Stands for the mask of a followed model."""
 
     window: int | None = None
+    """If it is causal, tokens up to itself; otherwise before and after itself."""
     chunk_size: int | None = None
     is_known: bool = True
+    is_causal: bool = True
 
     def __getitem__(self, _: Any) -> _Mask:
         return self
@@ -73,6 +79,8 @@ def _mask(mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> 
     size = getattr(config, "attention_chunk_size", None) or 64
     longest = max(getattr(config, "max_position_embeddings", None) or 0, 3 * size)
     longest = min(longest, _MAX_MASKED_TOKENS)
+    if seen(0)[1]:
+        return _bidirectional_mask(mask_function, longest)
     rows = {position: seen(position) for position in (0, 1, size - 1, size, size + 1, longest // 2, longest)}
     counts = {position: int(row.sum()) for position, row in rows.items()}
     for position, row in rows.items():  # the last tokens up to itself
@@ -86,6 +94,23 @@ def _mask(mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> 
     window = counts[last]
     is_known = all(count == min(position + 1, window) for position, count in counts.items())
     return _Mask(window=window, is_known=is_known)
+
+
+def _bidirectional_mask(mask_function: Callable[..., torch.Tensor], longest: int) -> _Mask:
+    """Find out how many tokens on both sides a token attends to."""
+    zero, places = torch.zeros((), dtype=torch.int64), torch.arange(longest)
+
+    def seen(position: int) -> torch.Tensor:
+        found = mask_function(zero, zero, torch.full_like(places, position), places)
+        return torch.broadcast_to(found.bool(), places.shape)
+
+    positions = (0, 1, longest // 3, longest // 2, longest - 1)
+    rows = {position: seen(position) for position in positions}
+    if all(bool(row.all()) for row in rows.values()):
+        return _Mask(is_causal=False)
+    window = int(rows[0].sum()) - 1
+    is_known = all(torch.equal(row, (places - position).abs() <= window) for position, row in rows.items())
+    return _Mask(window, is_known=is_known, is_causal=False)
 
 
 def _skipped_experts(_: nn.Module, hidden_states: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
@@ -114,11 +139,14 @@ class FollowedLayer(msgspec.Struct, frozen=True):
 class _Follower:
     """Notes what attention a model computes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_causal: bool = True) -> None:
+        self._is_causal = is_causal
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self.layers: list[FollowedLayer] = []
         self.callers: set[nn.Module] = set()
+        self.windows: list[int | None] = []
+        """Of an encoder's layers, tokens before and after each."""
         self.skips_experts = False
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -130,9 +158,12 @@ class _Follower:
             raise ConfigError(f"{name} has queries, keys and values that do not fit each other")
         if mask is not None and not isinstance(mask, _Mask):
             raise ConfigError(f"{name} computes a mask of its own")
-        if mask is not None and not mask.is_known:
-            raise ConfigError(f"the mask of {name} is neither causal, a sliding window nor chunks")
         given = {key: value for key, value in others.items() if value is not None and key not in _IGNORED}
+        if not self._is_causal:
+            self._note_bidirectional(call, given)
+            return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
+        if mask is not None and not (mask.is_known and mask.is_causal):
+            raise ConfigError(f"the mask of {name} is neither causal, a sliding window nor chunks")
         if given.pop("is_causal", True) is not True or not getattr(module, "is_causal", True):
             raise ConfigError(f"{name} is not causal")
         window, softcap, sinks = (given.pop(key, None) for key in ("sliding_window", "softcap", "s_aux"))
@@ -163,6 +194,28 @@ class _Follower:
         self.layers.append(FollowedLayer(params, self._names[module], q.shape[-1], v.shape[-1], sinks_name))
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
+    def _note_bidirectional(self, call: AttentionCall, given: dict[str, Any]) -> None:
+        """Note what an encoder's layer computes. A window that it asks for besides that of its mask is ignored, as it
+        is by transformers' eager attention, with which the probe compares."""
+        module, (q, k, v), mask, scaling, _ = call
+        name = type(module).__name__
+        given.pop("sliding_window", None)
+        if given.pop("is_causal", False) or getattr(module, "is_causal", False):
+            raise ConfigError(f"{name} is causal, in an encoder")
+        if given:
+            raise ConfigError(f"{name} asks attention for {', '.join(sorted(given))}")
+        if mask is not None and (mask.is_causal or not mask.is_known):
+            raise ConfigError(f"the mask of {name} is neither over all tokens nor a window on both sides")
+        self.callers.add(module)
+        self.windows.append(None if mask is None else mask.window)
+        params = AttentionParams(
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[-1],
+            scale=float(scaling) if scaling is not None else q.shape[-1] ** -0.5,
+        )
+        self.layers.append(FollowedLayer(params, self._names[module], q.shape[-1], v.shape[-1]))
+
 
 class _NoProducts(TorchFunctionMode):
     """Returns zeros for products with weights, which would take long in a large model. Notes what is numbered."""
@@ -190,6 +243,8 @@ def follow(config: TransformersConfig) -> TransformersConfig:
     """
     if config.is_followed:
         return config
+    if isinstance(config, EncoderConfig):
+        return _follow_encoder(config)
     model_class(config, hf_config(config, FOLLOWED))
     states: FollowedStates | None = None
     try:
@@ -229,6 +284,40 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         state_layers=tuple(params for _, _, params in kept),
         state_calls=tuple((name, names) for name, names, _ in kept),
         calls=tuple((each.module, each.query_dim, each.value_dim, each.sinks) for each in follower.layers),
+    )
+
+
+def _follow_encoder(config: EncoderConfig) -> EncoderConfig:
+    """Find the attention of an encoder's layers. One that we do not follow computes each prompt alone, by transformers'
+    own attention."""
+    try:
+        model = _empty_model(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever transformers' modules raise
+        reason = f"it cannot be built ({type(error).__name__}: {str(error).strip()[:300]})"
+        raise ConfigError(_refusal(config, reason)) from error
+    has_head = config.pooling is not None and config.pooling.task == "classify"
+    body = getattr(model, model.base_model_prefix) if has_head else model
+    follower = _Follower(body, is_causal=False)
+    ids = torch.zeros(1, _FOLLOWED_TOKENS, dtype=torch.int64)
+    try:
+        with torch.inference_mode(), attending(follower), _NoProducts():
+            body(input_ids=ids)
+        is_followed = bool(follower.callers)
+    except Exception:  # whatever transformers' modules raise
+        is_followed = False
+    if not is_followed:
+        logger.info(
+            "%s: prompts are computed one by one, by transformers' own attention", config.architecture
+        )
+        return msgspec.structs.replace(config, is_followed=True, runs_alone=True)
+    return msgspec.structs.replace(
+        config,
+        is_followed=True,
+        attention=tuple(layer.params for layer in follower.layers),
+        windows=tuple(follower.windows),
+        calls=tuple((each.module, each.query_dim, each.value_dim, None) for each in follower.layers),
     )
 
 

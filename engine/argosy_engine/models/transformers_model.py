@@ -122,6 +122,33 @@ class KernelLinear(nn.Module):
         return self._kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
+class CalledLinears:
+    """The linear layers of a model that were called, until `use_kernels`. Of others the model may read the weight
+    itself."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._dtype = model.dtype
+        self._called: set[nn.Module] = set()
+        self._hooks = [
+            module.register_forward_pre_hook(lambda each, _: self._called.add(each))
+            for module in model.modules()
+            if type(module) is nn.Linear
+        ]
+
+    def use_kernels(self) -> None:
+        """Let our kernels compute them, on a CPU, and watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in list(self._model.modules()):
+            for name, child in module.named_children():
+                if child not in self._called or not isinstance(child, nn.Linear):
+                    continue
+                if child.weight.device.type == "cpu" and child.weight.dtype is self._dtype:
+                    setattr(module, name, KernelLinear(child))
+        self._called.clear()
+
+
 class TransformersModel:
     """One of transformers' causal models, loaded.
 
@@ -166,13 +193,7 @@ class TransformersModel:
             StateCall(modules[name], layer, kept, _running_states)
             for (name, kept), layer in zip(config.state_calls, self.state_layers, strict=True)
         ]
-        self._called: set[nn.Module] = set()
-        """Linear layers that were called, until `use_kernels`."""
-        self._hooks = [
-            module.register_forward_pre_hook(lambda each, _: self._called.add(each))
-            for module in model.modules()
-            if type(module) is nn.Linear
-        ]
+        self._linears = CalledLinears(model)
 
     @property
     def layers(self) -> Sequence[CompilableLayer]:
@@ -249,19 +270,10 @@ class TransformersModel:
         return any(call.continues_singly for call in self._state_calls)
 
     def use_kernels(self) -> None:
-        """Let our kernels compute the linear layers that have been called, on a CPU. Of others the model may read the
-        weight itself."""
-        for hook in self._hooks:
-            hook.remove()
+        """Let our kernels compute the linear layers that have been called, on a CPU."""
         if self.model.device.type == "cpu":
             use_state_kernels(self.model, _running_states)
-            for module in list(self.model.modules()):
-                for name, child in module.named_children():
-                    if child not in self._called or not isinstance(child, nn.Linear):
-                        continue
-                    if child.weight.dtype is self.model.dtype:
-                        setattr(module, name, KernelLinear(child))
-        self._called.clear()
+        self._linears.use_kernels()
 
     def _forward_body(self, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:

@@ -8,6 +8,7 @@ from FP8 as well, at the memory of unquantised weights.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers.linear import LinearSpec
 from argosy_engine.layers.quantization import planned_linear_method
 from argosy_engine.layers.widened_linear import take_mxfp4
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_name, without_parts
 from argosy_engine.models.pooled_model import SCORE
@@ -36,6 +38,7 @@ from argosy_engine.models.transformers_classes import (
     text_model,
     without_other_parts,
 )
+from argosy_engine.models.transformers_encoder import TransformersEncoder
 from argosy_engine.models.transformers_model import TransformersModel
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
@@ -46,6 +49,11 @@ _UNUSED_SCALE = re.compile(r".*\.(input_scale|[kvq]_scale|[kv]_proj\.output_scal
 """Scales of inputs and of an FP8 KV cache, neither of which is in FP8 here."""
 _HEADS = re.compile(r"(lm_head|score)\.(weight|bias)")
 """Of decoders, which those that pool do not load."""
+_ENCODER_HEADS = re.compile(
+    r"(\w+\.)?(cls|lm_head|head|decoder|classifier|pre_classifier|pooler|vocab_\w+|generator_\w+|discriminator_\w+)"
+    r"\..+|(.*\.)?position_ids"
+)
+"""Of encoders; the last are numbers from 0, which old checkpoints store."""
 _MXFP4 = re.compile(r"(.*)_(blocks|scales)")
 
 
@@ -58,7 +66,7 @@ def load_transformers(
     device: torch.device,
     seed: int | None,
     on_loaded: Callable[[float], None] = lambda _: None,
-) -> tuple[TransformersModel, dict[str, int]]:
+) -> tuple[TransformersModel | TransformersEncoder, dict[str, int]]:
     """Load a model by transformers' own loader; return it, and the number of elements of each tensor, by name.
 
     Args:
@@ -71,20 +79,30 @@ def load_transformers(
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    of_config = hf_config(config, STEP)
+    attention = "eager" if isinstance(config, EncoderConfig) and config.runs_alone else STEP
+    of_config = hf_config(config, attention)
     built = model_class(config, of_config)
+    parts: dict[str, Any] = {"attn_implementation": attention}
+    if isinstance(config, EncoderConfig) and _takes_pooling_layer(built):
+        parts["add_pooling_layer"] = False
     if config.wrapper is not None:
         built = without_other_parts(built)
     if seed is not None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = built._from_config(of_config, dtype=dtype, attn_implementation=STEP)
+            model = built._from_config(of_config, dtype=dtype, **parts)
     else:
-        model = _read(path, config, built, of_config, dtype, on_loaded)
+        model = _read(path, config, built, of_config, dtype, parts, on_loaded)
     model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if isinstance(config, EncoderConfig):
+        return TransformersEncoder(config, model), elements
     head = _label_head(path, config, model, device, seed)
     return TransformersModel(config, model, backend, head), elements
+
+
+def _takes_pooling_layer(built: type[PreTrainedModel]) -> bool:
+    return "add_pooling_layer" in inspect.signature(built.__init__).parameters
 
 
 def _label_head(
@@ -130,6 +148,7 @@ def _read(
     built: type[PreTrainedModel],
     of_config: Any,
     dtype: torch.dtype,
+    parts: dict[str, Any],
     on_loaded: Callable[[float], None],
 ) -> PreTrainedModel:
     """Load a checkpoint into a model on the CPU."""
@@ -145,9 +164,9 @@ def _read(
                 where,
                 config=of_config,
                 dtype=dtype,
-                attn_implementation=STEP,
                 ignore_mismatched_sizes=True,  # named below
                 output_loading_info=True,
+                **parts,
                 **source,
             )
     except ConfigError:
@@ -160,7 +179,8 @@ def _read(
         read = dict.fromkeys(info.get("unexpected_keys") or ())
         info = {**info, "unexpected_keys": without_parts(read, config.unserved_parts).keys()}
     if config.pooling is not None:
-        unused = [name for name in info.get("unexpected_keys") or () if not _HEADS.fullmatch(name)]
+        heads = _ENCODER_HEADS if isinstance(config, EncoderConfig) else _HEADS
+        unused = [name for name in info.get("unexpected_keys") or () if not heads.fullmatch(name)]
         info = {**info, "unexpected_keys": unused}
     _check_tensors(path, info)
     checked: PreTrainedModel = model
