@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
@@ -605,6 +606,16 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 "multiprocess, started by torchrun: all copies must be given the same requests, and the copies of a "
                 "server would not be; serve with mp, which starts the workers itself"
             )
+
+    def with_whole_prompts(self, max_model_len: int) -> EngineArgs:
+        """Return the arguments of an engine whose model computes each prompt in one step, and keeps nothing of it."""
+        return replace(
+            self,
+            enable_chunked_prefill=False,
+            enable_prefix_caching=False,
+            long_prefill_token_threshold=0,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, max_model_len),
+        )
 
     def check_model_len(self, max_model_len: int) -> None:
         """Check that a prompt of `max_model_len` tokens can be scheduled.

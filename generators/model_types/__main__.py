@@ -8,12 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import MODEL_MAPPING
+
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import complete_config
+from encoder_checkpoints import ENCODER_TYPES, encoder_config
 from transformers_checkpoints import (
     MODEL_TYPES,
     WRAPPER_TYPES,
@@ -26,11 +30,13 @@ _HEAD = """\
 # Model types
 
 What an engine makes of each `model_type` in config.json. Tests hold a small random checkpoint of each against
-transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted. *argosy* is the engine's own
+transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted; or, of an encoder, against its
+vectors. *argosy* is the engine's own
 code, with FP8, tensor, expert and (without states) pipeline parallelism, pooling and every attention backend that can
 compute the layers; *transformers* is [transformers' modelling code](../serving.md#other-architectures) over the same KV
-cache, on one device. Attention is over all tokens, a window or chunks, or over their latents, as the tests' configs ask
-for; other configs of a type may ask for less or more.
+cache, on one device, with [pooling](../pooling.md) but of models for images. Attention is over all tokens, a window or
+chunks, or over their latents, as the tests' configs ask for; other configs of a type may ask for less or more. Encoders
+embed, classify and rerank; they have a row for the architecture without a head.
 
 | `model_type` | architecture | code | layers |
 |---|---|---|---|
@@ -39,6 +45,8 @@ for; other configs of a type may ask for less or more.
 
 def row_of(model_type: str) -> str:
     """Return the line of the table for a model type."""
+    if model_type in ENCODER_TYPES:
+        return _encoder_row(model_type)
     is_wrapper = model_type in WRAPPER_TYPES
     small = small_wrapper_config(model_type) if is_wrapper else small_config(model_type)
     architecture = architecture_of(model_type)
@@ -49,6 +57,17 @@ def row_of(model_type: str) -> str:
         return f"| `{model_type}` | `{architecture}` | refused: {reason} | |"
     code = "transformers" if isinstance(config, TransformersConfig) else "argosy"
     return f"| `{model_type}` | `{architecture}` | {code} | {', '.join(_kept(config))} |"
+
+
+def _encoder_row(model_type: str) -> str:
+    small = encoder_config(model_type)
+    classes: Any = MODEL_MAPPING
+    architecture = classes[type(small)].__name__
+    config = complete_config(parse_config({**small.to_dict(), "architectures": [architecture]}, {}, {}))
+    assert isinstance(config, EncoderConfig)
+    kinds = {"all tokens" if window is None else "a window on both sides" for window in config.windows}
+    layers = ", ".join(sorted(kinds)) or "as transformers computes it, prompt by prompt"
+    return f"| `{model_type}` | `{architecture}` | transformers, encoder | {layers} |"
 
 
 def _kept(config: ModelConfig) -> Iterator[str]:
@@ -69,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m model_types", description=__doc__)
     parser.add_argument("file", type=Path)
     file: Any = parser.parse_args(argv).file
-    rows = [row_of(model_type) for model_type in (*MODEL_TYPES, *WRAPPER_TYPES)]
+    rows = [row_of(model_type) for model_type in (*MODEL_TYPES, *WRAPPER_TYPES, *ENCODER_TYPES)]
     file.write_text(_HEAD + "\n".join(rows) + "\n", "utf-8")
     return 0
 

@@ -67,10 +67,10 @@ def test_an_architecture_that_is_not_served_changes_nothing(
     fleet.manifest()
     assert fleet.start() == 0
     (before,) = fleet.replicas()
-    source = publish_tiny("acme/bert", architectures=["BertModel"])
+    source = publish_tiny("acme/bert", architectures=["SwinBackbone"])
     fleet.manifest(model={"source": "hf://acme/bert"})
     assert fleet.up() == 1
-    assert "architecture BertModel is not supported" in capfd.readouterr().err.splitlines()[-1]
+    assert "architecture SwinBackbone is not supported" in capfd.readouterr().err.splitlines()[-1]
     assert source.paths_read() == {"config.json"}
     assert fleet.replicas() == (before,)
 
@@ -81,7 +81,11 @@ def test_an_architecture_that_is_not_served_changes_nothing(
         ("config.json", None, "has no config.json"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("model.safetensors", None, "it has no model.safetensors"),
-        ("README.md", {"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
+        (
+            "README.md",
+            {"architectures": ["SwinBackbone"]},
+            "architecture SwinBackbone is not supported",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_changes_nothing(

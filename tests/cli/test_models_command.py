@@ -81,8 +81,8 @@ def test_a_link_in_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[st
 
 
 def test_a_model_of_another_engine_is_fetched_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    publish_tiny("acme/bert", architectures=["BertModel"])
-    assert "architecture BertModel is not supported" in fail(capsys, "pull", "acme/bert")
+    publish_tiny("acme/bert", architectures=["SwinBackbone"])
+    assert "architecture SwinBackbone is not supported" in fail(capsys, "pull", "acme/bert")
     path = run(capsys, "pull", "acme/bert", "--any-architecture").strip()
     assert (Path(path) / "model.safetensors").is_file()
 
@@ -142,10 +142,10 @@ def test_rm_of_the_default_revision_means_what_was_pulled_without_one(
 def test_an_architecture_that_the_engine_does_not_serve_is_refused_before_the_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source = publish_tiny("acme/bert", architectures=["BertModel"])
+    source = publish_tiny("acme/bert", architectures=["SwinBackbone"])
     error = fail(capsys, "pull", "acme/bert")
     assert error.startswith(
-        "argosy models: hf://acme/bert: config.json: architecture BertModel is not supported"
+        "argosy models: hf://acme/bert: config.json: architecture SwinBackbone is not supported"
     )
     assert source.paths_read() == {"config.json"}
 

@@ -87,8 +87,8 @@ def test_a_model_stays_in_the_store_while_an_engine_runs() -> None:
     ("change", "reason"),
     [
         (
-            {"architectures": ["BertModel"]},
-            "architecture BertModel is not supported; there is: DeepseekV2ForCausalLM",
+            {"architectures": ["SwinBackbone"]},
+            "architecture SwinBackbone is not supported; there is: DeepseekV2ForCausalLM",
         ),
         ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
         ({"auto_map": {"AutoModel": "model.Model"}}, "auto_map asks to run Python code"),

@@ -92,9 +92,9 @@ def test_a_model_is_fetched_across_starts_and_the_next_one_asks_nobody(
 
 
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(hub: HubServer, tmp_path: Path) -> None:
-    hub.add_model("acme/bert", with_config(architectures=["BertModel"]))
+    hub.add_model("acme/bert", with_config(architectures=["SwinBackbone"]))
     messages = {
-        "acme/bert": "hf://acme/bert: config.json: architecture BertModel is not supported; there is: ",
+        "acme/bert": "hf://acme/bert: config.json: architecture SwinBackbone is not supported; there is: ",
         "acme/missing": "acme/missing",
         "hf://acme/tiny@no-such-branch": "no-such-branch",
     }

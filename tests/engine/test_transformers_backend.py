@@ -26,8 +26,8 @@ from argosy_engine.model_configs import transformers_config
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import complete_config
-from argosy_engine.models.transformers_model import load_transformers
 from argosy_engine.models.transformers_probe import probe
+from argosy_engine.models.transformers_weights import load_transformers
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import check_model
@@ -96,15 +96,29 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
     [
         ({"model_impl": "argosy"}, "ArceeForCausalLM is not supported; there is: DeepseekV2ForCausalLM"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
-        ({"quantization": "fp8"}, "without the flag"),
+        ({"quantization": "fp8"}, "leave out the flag"),
         ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),
-        ({"runner": "pooling"}, "which only generates here"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_work_with_it_are_refused(
     flags: dict[str, Any], message: str, foreign: Path
 ) -> None:
     assert message in refusal(foreign, **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
+        ({"quantization": "fp8"}, "leave out the flag"),
+    ],
+)  # fmt: skip
+def test_doctor_names_flags_that_do_not_work(flags: dict[str, Any], message: str, foreign: Path) -> None:
+    (foreign / "tokenizer.json").write_bytes(
+        (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
+    )
+    with pytest.raises(ConfigError, match=message):
+        diagnose(EngineArgs.of(model=str(foreign), **flags), DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
 
 
 @pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])

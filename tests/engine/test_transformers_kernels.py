@@ -18,7 +18,6 @@ from argosy_engine.models.transformers_kernels import (
     KernelMLP,
     KernelNorm,
     PartLinear,
-    use_kernels,
 )
 
 SIZES: dict[str, Any] = {
@@ -29,11 +28,10 @@ SIZES: dict[str, Any] = {
 
 def replaced(model: nn.Module, *inputs: torch.Tensor, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Run a model over inputs, and let our kernels replace what they can."""
-    linears = CalledLinears(model)
+    linears = CalledLinears(model, dtype)
     for each in inputs:
         model(each)
-    linears.end()
-    use_kernels(model, dtype, linears)
+    linears.use_kernels()
     return model
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from safetensors.torch import save_file
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
@@ -19,7 +18,7 @@ from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import plan_weights
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
-from fp8_checkpoints import quantize_checkpoint
+from fp8_checkpoints import quantize_checkpoint, write_packed_experts
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import write_checkpoint
@@ -31,21 +30,9 @@ def edit(path: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def pack_experts(path: Path, **fields: Any) -> torch.Tensor:
+def packed_logits(path: Path) -> torch.Tensor:
     """Write a gpt-oss whose experts are in MXFP4; return transformers' logits of `TOKENS` with the same numbers."""
-    reference = write_checkpoint("gpt_oss", path, hidden_size=96, intermediate_size=64, head_dim=32, **fields)
-    stored = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    weights = reference.state_dict()
-    for name in [each for each in stored if each.endswith(("gate_up_proj", "down_proj"))]:
-        count, columns, rows = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), generator=generator).to(torch.uint8)
-        scales = torch.randint(120, 125, (count, rows, columns // 32), generator=generator).to(torch.uint8)
-        stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
-        with torch.no_grad():
-            weights[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    edit(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    reference = write_packed_experts(path)
     with torch.inference_mode():
         return reference(torch.tensor([TOKENS])).logits[0]
 
@@ -63,7 +50,7 @@ def test_blocks_count_for_what_they_stand_for(model_type: str, form: str, tmp_pa
 
 
 def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path: Path) -> None:
-    expected = pack_experts(tmp_path)
+    expected = packed_logits(tmp_path)
     with torch.inference_mode():
         torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-4, rtol=1e-4)
 
@@ -72,7 +59,7 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path: Path) -> No
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_take_their_part_of_mxfp4(size: int, has_whole_experts: bool, tmp_path: Path) -> None:
     """A quarter of 64 features is half a block."""
-    expected = pack_experts(tmp_path)
+    expected = packed_logits(tmp_path)
     ranks = run_threads(
         size, lambda group: logits_of(tmp_path, group, Sharding(group.rank, size, has_whole_experts))
     )
@@ -80,7 +67,7 @@ def test_ranks_take_their_part_of_mxfp4(size: int, has_whole_experts: bool, tmp_
 
 
 def test_estimates_are_those_of_widened_weights(tmp_path: Path) -> None:
-    pack_experts(tmp_path)
+    packed_logits(tmp_path)
     config = load_model_config(tmp_path)
     plain = tmp_path / "plain"
     write_checkpoint("gpt_oss", plain, hidden_size=96, intermediate_size=64, head_dim=32)

@@ -1,4 +1,5 @@
-"""Checkpoints with FP8 weights, made from others, as compressed-tensors, ModelOpt and vLLM's fp8 write them."""
+"""Checkpoints with FP8 weights, made from others, as compressed-tensors, ModelOpt and vLLM's fp8 write them, and of
+gpt-oss with experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from transformers_checkpoints import write_checkpoint
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (24, 40)
@@ -116,3 +120,23 @@ def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
             scales[row, column], widened[place] = scale, part.float() * scale
             values.view(torch.uint8)[place] = part.view(torch.uint8)
     return values, scales, widened
+
+
+def write_packed_experts(path: Path, **fields: Any) -> torch.nn.Module:
+    """Write a gpt-oss whose experts are in MXFP4; return transformers' model with the same numbers."""
+    reference = write_checkpoint("gpt_oss", path, hidden_size=96, intermediate_size=64, head_dim=32, **fields)
+    stored = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    weights = reference.state_dict()
+    for name in [each for each in stored if each.endswith(("gate_up_proj", "down_proj"))]:
+        count, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(120, 125, (count, rows, columns // 32), generator=generator).to(torch.uint8)
+        stored[name + "_blocks"], stored[name + "_scales"] = blocks, scales
+        with torch.no_grad():
+            weights[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    description = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": description}))
+    return reference

@@ -72,3 +72,5 @@ class ModelInputs:
     hidden: torch.Tensor | None = None
     """[T, hidden_size], instead of the tokens' embeddings: what the previous stage of a pipeline has returned. May be
     changed in place. None: the model embeds the tokens."""
+    token_types: torch.Tensor | None = None
+    """int64 [T]: 1 for tokens of a pair's second text, of encoders that tell them apart. None: all are 0."""

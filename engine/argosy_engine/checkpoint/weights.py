@@ -269,6 +269,11 @@ class SafetensorsWeights(Weights):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
 
+    def slice_of(self, name: str) -> Any:
+        """Return safetensors' own reader of a tensor, which reads when it is indexed."""
+        file, stored_name = self._files[name]
+        return file.get_slice(stored_name)
+
     def check(self, plan: WeightPlan, ignored: Sequence[str]) -> None:
         """Compare the checkpoint's headers with what the model will take, before any data is read.
 

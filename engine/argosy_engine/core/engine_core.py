@@ -93,6 +93,8 @@ class EngineCore:
 
     def _start(self, args: EngineArgs, executor: Executor) -> None:
         info = executor.start()
+        if info.config.computes_whole_prompts:
+            args = args.with_whole_prompts(info.memory.max_model_len)
         self.config = resolve_config(args, info)
         self.kv = KVCacheManager(
             info.memory.num_blocks,

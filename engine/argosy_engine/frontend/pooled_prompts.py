@@ -142,7 +142,8 @@ class _SeparatePairs:
 
     def __call__(self, query: str, document: str) -> TokenizedPrompt:
         texts = [self._query(query), self._encoded(document)]
-        return _joined(self._renderer, texts, self._special, self._truncation)
+        prompt = _joined(self._renderer, texts, self._special, self._truncation)
+        return prompt if self._renderer.tokenizer.types_second_text else prompt._replace(second_text=None)
 
 
 def _encoded(renderer: Renderer, text: str, truncation: Truncation | None) -> list[int]:
@@ -158,17 +159,23 @@ def _joined(
     special: Sequence[list[int]],
     truncation: Truncation | None,
 ) -> TokenizedPrompt:
-    """Join texts with the special tokens before, between and after them; what is cut off is of the texts."""
+    """Join texts with the special tokens before, between and after them; what is cut off is of the texts.
+
+    Of two texts the result says where the second begins.
+    """
     whole = list(special[0])
     for token_ids, after in zip(texts, special[1:], strict=True):
         whole += token_ids
         whole += after
+    second = len(special[0]) + len(texts[0]) + len(special[1]) if len(texts) == 2 else None
     if truncation is None or len(whole) <= truncation.num_tokens:
         renderer.check_length(len(whole))
-        return TokenizedPrompt(whole, [])
+        return TokenizedPrompt(whole, [], second_text=second)
     room = truncation.num_tokens - sum(map(len, special))
     if room < 1:
-        return TokenizedPrompt(truncation.kept(whole), [], is_truncated=True)
+        if second is not None and not truncation.keeps_start:
+            second = max(second - (len(whole) - truncation.num_tokens), 0)
+        return TokenizedPrompt(truncation.kept(whole), [], is_truncated=True, second_text=second)
     left = room
     kept = []
     for token_ids in texts if truncation.keeps_start else reversed(texts):

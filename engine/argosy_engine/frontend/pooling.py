@@ -98,7 +98,7 @@ def pooling_request(
         asks_max_tokens=False,  # a prompt of full length leaves no room
         is_pooling=True,
     )
-    request.pooling_params = params
+    request.pooling_params = params.replace(second_text=prompt.second_text)
     return request
 
 

@@ -68,6 +68,8 @@ class TokenizedPrompt(NamedTuple):
     """Set if the request bounds the tokens of its reasoning."""
     text: str | None = None
     """The rendered chat, if the request asked for it."""
+    second_text: int | None = None
+    """Index of the first token of a pair's second text, if the tokenizer tells the two apart by types."""
 
 
 class Renderer:

@@ -16,8 +16,9 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from argosy_engine.checkpoint.folder_check import TOKENIZER, check_tokenizer_exists
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.word_cache import WordCache
+from argosy_engine.model_configs.model_config import read_json
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
@@ -84,6 +85,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         file = path / TOKENIZER
         check_tokenizer_exists(path)
         try:
@@ -165,6 +167,26 @@ class Tokenizer:
     def special_tokens_of_pair(self) -> list[list[int]]:
         """Special tokens that a pair of texts gets: those before the first, between the two, and after the second."""
         return self._special_tokens(2)
+
+    @cached_property
+    def types_second_text(self) -> bool:
+        """Whether the tokens of a pair are of type 0, and from its second text on of type 1; otherwise all are of
+        type 0.
+
+        Raises:
+            InvalidRequest: the tokenizer gives them other types.
+        """
+        settings = self._path / "tokenizer_config.json"
+        inputs = read_json(settings).get("model_input_names") if settings.is_file() else None
+        whole = self.backend.encode("a", "a")
+        if not any(whole.type_ids) or (isinstance(inputs, list) and "token_type_ids" not in inputs):
+            return False
+        second = whole.sequence_ids.index(1)
+        if whole.type_ids != [int(index >= second) for index in range(len(whole.ids))]:
+            raise InvalidRequest(
+                "this model's tokenizer gives pairs of texts token types that are not supported"
+            )
+        return True
 
     def _special_tokens(self, num_texts: int) -> list[list[int]]:
         whole = self.backend.encode("a", "a" if num_texts > 1 else None)

@@ -63,7 +63,7 @@ def has_fp8_products(
     config: ModelConfig, quantization: str | None, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
-    if config.quantization is not None and config.quantization.is_widened:
+    if config.quantization is not None and (config.widens_fp8 or config.quantization.is_widened):
         return False
     is_quantised = config.quantization is not None or quantization is not None
     return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None

@@ -136,7 +136,7 @@ class Mxfp4LinearMethod:
                 f"the experts of {spec.prefix} are in MXFP4 and stored one by one, which is not supported; take a "
                 "checkpoint with unquantised experts"
             )
-        return take_stacked(weights, spec, self._take_rows)
+        return take_stacked(weights, spec, take_mxfp4)
 
     def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
         return self._plain.take_weight(weights, spec)
@@ -144,42 +144,38 @@ class Mxfp4LinearMethod:
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return self._plain.tie(embedding)
 
-    @staticmethod
-    def _take_rows(
-        weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None
-    ) -> torch.Tensor:
-        """Take this process's part of [experts, rows, columns], of which pairs of columns are in a byte, the first in
-        its lower half. A part of the columns is cut out of the whole blocks that it is in."""
-        count, num_rows, columns = shape
-        if columns % _MX_BLOCK:
-            raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {_MX_BLOCK}")
-        cut: range | None = None
-        if shard is not None and shard.dim == 2:
-            (cut,) = shard.ranges
-            first, last = cut.start // _MX_BLOCK, -(-cut.stop // _MX_BLOCK)
-            shard, cut = Shard(2, (range(first, last),)), range(cut.start - first * 32, cut.stop - first * 32)
-        blocks = columns // _MX_BLOCK
-        packed = weights.take(
-            name + "_blocks", count, num_rows, blocks, _MX_BLOCK // 2, dtype=torch.uint8, shard=shard
-        )
-        scales = weights.take(name + "_scales", count, num_rows, blocks, dtype=torch.uint8, shard=shard)
-        width = packed.shape[2] * _MX_BLOCK
-        if packed.is_meta:
-            widths = width if cut is None else len(cut)
-            return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
-        numbers = torch.tensor((*_FP4, *(-each for each in _FP4)), device=packed.device)
 
-        def widen(part: torch.Tensor, at: int) -> torch.Tensor:
-            halves = torch.stack((part & 15, part >> 4), dim=-1).int()
-            exponents = flat_scales[at : at + len(part)].int() - 127
-            widened = torch.ldexp(numbers[halves].flatten(2), exponents.unsqueeze(-1)).flatten(1)
-            return widened if cut is None else widened[:, cut.start : cut.stop]
+def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None) -> torch.Tensor:
+    """Take this process's part of [experts, rows, columns], of which pairs of columns are in a byte, the first in
+    its lower half. A part of the columns is cut out of the whole blocks that it is in."""
+    count, num_rows, columns = shape
+    if columns % _MX_BLOCK:
+        raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {_MX_BLOCK}")
+    cut: range | None = None
+    if shard is not None and shard.dim == 2:
+        (cut,) = shard.ranges
+        first, last = cut.start // _MX_BLOCK, -(-cut.stop // _MX_BLOCK)
+        shard, cut = Shard(2, (range(first, last),)), range(cut.start - first * 32, cut.stop - first * 32)
+    blocks = columns // _MX_BLOCK
+    packed = weights.take(
+        name + "_blocks", count, num_rows, blocks, _MX_BLOCK // 2, dtype=torch.uint8, shard=shard
+    )
+    scales = weights.take(name + "_scales", count, num_rows, blocks, dtype=torch.uint8, shard=shard)
+    width = packed.shape[2] * _MX_BLOCK
+    if packed.is_meta:
+        widths = width if cut is None else len(cut)
+        return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
+    numbers = torch.tensor((*_FP4, *(-each for each in _FP4)), device=packed.device)
 
-        flat_scales = scales.flatten(0, 1)
-        flat = _by_rows(
-            packed.flatten(0, 1), weights.dtype, widen, columns=width if cut is None else len(cut)
-        )
-        return flat.view(*packed.shape[:2], -1)
+    def widen(part: torch.Tensor, at: int) -> torch.Tensor:
+        halves = torch.stack((part & 15, part >> 4), dim=-1).int()
+        exponents = flat_scales[at : at + len(part)].int() - 127
+        widened = torch.ldexp(numbers[halves].flatten(2), exponents.unsqueeze(-1)).flatten(1)
+        return widened if cut is None else widened[:, cut.start : cut.stop]
+
+    flat_scales = scales.flatten(0, 1)
+    flat = _by_rows(packed.flatten(0, 1), weights.dtype, widen, columns=width if cut is None else len(cut))
+    return flat.view(*packed.shape[:2], -1)
 
 
 def _indices(size: int, shard: Shard | None, dim: int, device: torch.device) -> torch.Tensor:

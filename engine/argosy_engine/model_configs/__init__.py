@@ -10,6 +10,7 @@
     gpt2_config            GPT-2
     opt_config             OPT
     transformers_config    decoders of transformers' modelling code
+    encoder_config         encoders of transformers' modelling code
     wrapper_config         the text part of a model for images, video or sound
     rope_config            the rotary embedding
     quantization_config    how a checkpoint is quantised

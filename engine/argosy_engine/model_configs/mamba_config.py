@@ -65,7 +65,9 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
-        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention")
+        return tuple(
+            params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention"
+        )
 
     @property
     def mamba(self) -> MambaParams:
@@ -115,7 +117,9 @@ def _mamba(raw: RawConfig, inner: int) -> dict[str, Any]:
     if head_dim == "auto":
         head_dim = inner // heads
     if head_dim * heads != inner:
-        raise ConfigError(f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner} elements of a layer")
+        raise ConfigError(
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner} elements of a layer"
+        )
     return {
         "mamba_num_heads": heads,
         "mamba_head_dim": head_dim,
@@ -134,7 +138,9 @@ def _layer_types(kinds: Any) -> tuple[str, ...]:
     Raises:
         NotOurs: there is another, or no attention.
     """
-    found = tuple({"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds)
+    found = tuple(
+        {"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds
+    )
     if others := sorted(set(found) - {"linear_attention", "full_attention"}):
         raise NotOurs(f"layer type {others[0]!r} is not supported, only linear_attention and full_attention")
     if "full_attention" not in found:

@@ -40,6 +40,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Maps dtypes that the family cannot run in to the reason."""
     undivided: ClassVar[str | None] = None
     """Why the family cannot be divided among devices; None: it can."""
+    computes_whole_prompts: ClassVar[bool] = False
+    """Whether tokens attend to later ones, so that a prompt is computed in one step, and nothing is kept of it."""
+    widens_fp8: ClassVar[bool] = False
+    """Whether FP8 weights are widened as they are loaded, on every device."""
 
     architecture: str
     vocab_size: Size

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from argosy_engine.attention.params import AttentionParams, StateParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
+from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.wrapper_config import WRAPPER, is_wrapper
 
 MIN_VERSION = (5, 24)
@@ -32,11 +33,12 @@ _COUNTED = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|groups?|blocks?)")
 class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
     """A causal decoder of transformers'."""
 
+    widens_fp8: ClassVar[bool] = True
     undivided: ClassVar[str | None] = "transformers' modelling code runs on one device"
 
     intermediate_size: Size
     fields: str
-    """config.json with the overrides, as JSON."""
+    """config.json with the overrides and without what describes quantised weights, as JSON."""
     transformers_version: str
     """Its modelling code determines the tokens, so it is part of the fingerprint."""
     attention: tuple[AttentionParams, ...] = ()
@@ -60,6 +62,26 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
         positions = self.max_position_embeddings
         return tuple(_within(layer, positions) for layer in self.attention)
 
+    def check_flags(self, quantization: str | None, *, has_fp8_kv_cache: bool) -> None:
+        """Check flags that only our own modelling code honours.
+
+        Args:
+            quantization: `--quantization`.
+            has_fp8_kv_cache: whether `--kv-cache-dtype` asks for one.
+
+        Raises:
+            ConfigError: one of them is given.
+        """
+        run_by = f"{self.architecture} is run by transformers' modelling code"
+        check_quantization(self.quantization, quantization)
+        if quantization is not None and self.quantization is None:
+            raise ConfigError(
+                f"{run_by}, and --quantization {quantization} of unquantised weights is not supported with that; leave "
+                "out the flag"
+            )
+        if has_fp8_kv_cache:
+            raise ConfigError(f"{run_by}, which has no scales for an FP8 KV cache; use --kv-cache-dtype auto")
+
     def hf_config(self) -> Any:
         """Return a new config object of transformers'."""
         return read_hf_config(json.loads(self.fields))
@@ -74,8 +96,9 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
                 f"sound, whose text part could be served; serve a decoder, {OTHER_ENGINES}"
             )
         version = _transformers_version()
-        fields = json.dumps(dict(raw), sort_keys=True)
-        whole = read_hf_config(raw)
+        unquantised = _without_quantization(dict(raw))
+        fields = json.dumps(unquantised, sort_keys=True)
+        whole = read_hf_config(unquantised)
         for name in _known_fields(type(whole)):
             raw.get(name)  # so that no override counts as one that changes nothing
         config = whole.get_text_config() if wraps else whole
@@ -84,6 +107,12 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
         ):
             raise ConfigError(
                 f"{architecture} has no text part that generates by itself; serve another model, {OTHER_ENGINES}"
+            )
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
+        if getattr(config, "is_encoder_decoder", False) or not all(hasattr(config, size) for size in sizes):
+            raise ConfigError(
+                f"architecture {architecture} is not supported: it is no decoder of texts alone; serve one, "
+                f"{OTHER_ENGINES}"
             )
         heads = _number(config, "num_attention_heads") or 1  # none, where all layers keep states
         hidden = config.hidden_size
@@ -103,6 +132,15 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             "fields": fields,
             "transformers_version": version,
         }
+
+
+def _without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of weights that are widened before transformers' loader reads them."""
+    return {
+        name: _without_quantization(value) if name.endswith("_config") and isinstance(value, dict) else value
+        for name, value in raw.items()
+        if name not in ("quantization_config", "compression_config")
+    }
 
 
 def _known_fields(config_class: Any) -> set[str]:

@@ -11,10 +11,15 @@
     gpt2_layers            layers of these two
 
     transformers_model     any other decoder, by transformers' modelling code
-    transformers_wrapper   the text part of transformers' models for images, video or sound
+    transformers_attention the function by which it computes attention
+    transformers_classes   which class of transformers' is a checkpoint's, and what of it is served
+    transformers_follow    finds out what it computes before anything is loaded
+    transformers_weights   its checkpoint, quantised or not, by transformers' loader
+    transformers_states    what its layers keep that have states
+    transformers_encoder   encoders such as BERT, for embeddings and labels
     transformers_probe     holds it against transformers' own attention before it is served
 
-    pooled_model           one of ours without its output head, for embeddings and labels
+    pooled_model           a decoder of ours without its output head, for embeddings and labels
 
     config_file            reads and checks config.json
     pooling_file           finds out whether a checkpoint pools, and how

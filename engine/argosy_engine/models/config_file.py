@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
@@ -56,8 +57,10 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
         raise ConfigError(f"{file}{' with --hf-overrides' if overrides else ''}: {error}") from None
     if use is None:
         return config
-    is_ours = not isinstance(config, TransformersConfig)
-    config = msgspec.structs.replace(config, pooling=pooling_spec(path, raw, use, is_ours=is_ours))
+    is_wrapped = isinstance(config, TransformersConfig) and config.wrapper is not None
+    head = config.head_pooling if isinstance(config, EncoderConfig) else None
+    spec = pooling_spec(path, raw, use, is_wrapped=is_wrapped, encoder_head=head)
+    config = msgspec.structs.replace(config, pooling=spec)
     if unread := overrides.keys() - raw.read:
         raise ConfigError(
             f"--hf-overrides: {', '.join(sorted(unread))}: what this engine reads of the config of a "
@@ -194,7 +197,7 @@ def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
         if is_nested and isinstance(value, dict) and isinstance(own.get(name), dict):
             changed[name] = {**without_overridden_rope(own[name], value), **value}
     before, after = _architecture(own), _architecture(changed)
-    if before != after and registry.decoder_of(before) != registry.decoder_of(after):
+    if before != after and not registry.is_same_decoder(before, after):
         raise ConfigError(f"--hf-overrides: {after} is not a {before} with another head")
     return _WatchedConfig(changed)
 

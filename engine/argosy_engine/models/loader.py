@@ -26,6 +26,7 @@ from argosy_engine.layers.layer_compiler import LayerCompiler
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.quantization import linear_method, planned_linear_method
 from argosy_engine.layers.token_exchange import TokenExchange
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
@@ -60,7 +61,7 @@ def complete_config(config: ModelConfig) -> ModelConfig:
     """
     if not isinstance(config, TransformersConfig):
         return config
-    from argosy_engine.models.transformers_model import follow
+    from argosy_engine.models.transformers_follow import follow
 
     return follow(config)
 
@@ -217,19 +218,15 @@ def _load_transformers(
     Args:
         seed: of random weights; None: the checkpoint's.
     """
-    from argosy_engine.models.transformers_model import load_transformers
-    from argosy_engine.models.transformers_probe import probe
+    from argosy_engine.models.transformers_encoder import TransformersEncoder
+    from argosy_engine.models.transformers_probe import probe, probe_encoder
+    from argosy_engine.models.transformers_weights import load_transformers
 
-    if quantization is not None or config.quantization is not None:
-        asked = "its quantised weights are" if quantization is None else f"--quantization {quantization} is"
-        raise ConfigError(
-            f"{config.architecture} is run by transformers' modelling code, and {asked} not supported with that; serve "
-            "a checkpoint in bfloat16 without the flag"
-        )
-    if has_fp8_kv_cache:
-        raise ConfigError(
-            f"{config.architecture} is run by transformers' modelling code, which has no scales for an FP8 KV cache; "
-            "use --kv-cache-dtype auto"
+    config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
+    if config.quantization is not None:
+        method = config.quantization.method
+        logger.info(
+            "quantised weights (%s): widened to %s at load", method, str(dtype).removeprefix("torch.")
         )
     if compiler is not None:
         raise ConfigError(
@@ -248,7 +245,11 @@ def _load_transformers(
             on_loaded=lambda share: progress.advance(int(share * stored) - progress.done_bytes),
         )
         progress.advance(stored - progress.done_bytes)
-        probe(config, model, dtype, device)
+        if isinstance(model, TransformersEncoder):
+            assert isinstance(config, EncoderConfig)
+            probe_encoder(config, model, dtype, device)
+        else:
+            probe(config, model, dtype, device)
     return LoadedModel(model, elements)
 
 

@@ -21,7 +21,6 @@ from argosy_engine.models.decoder import MLP, Decoder, MixerLayer
 from argosy_engine.models.llama import LlamaAttention
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
-
 PartT = TypeVar("PartT", LlamaAttention, "MambaMixer")
 
 
@@ -140,7 +139,9 @@ class MambaHybrid(Decoder[MixerLayer[HybridMixer]]):
                 mixers.append(MambaMixer(config, factory, prefix + "mamba."))
             if kind != "linear_attention":
                 used = rotary if config.rotates(index) else None
-                mixers.append(LlamaAttention(config, factory, prefix + "self_attn.", index, next(attention), used))
+                mixers.append(
+                    LlamaAttention(config, factory, prefix + "self_attn.", index, next(attention), used)
+                )
             mixer: HybridMixer = mixers[0]
             if kind == "hybrid":
                 mamba, attended = mixers

@@ -7,7 +7,7 @@ The head is computed in float32, as vLLM does, by every tensor-parallel rank as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,14 @@ from argosy_engine.models.registry import CausalLM
 
 SCORE = "score.weight"
 """Tensor of a head for sequence classification, by the name that all families have for it."""
+
+
+class ScoringModel(CausalLM, Protocol):
+    """A model that may classify."""
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores [R, num_labels] of vectors [R, pooled_size], both float32, before any activation."""
+        ...
 
 
 class PooledModel:

@@ -41,12 +41,15 @@ class _Modules(NamedTuple):
     normalizes: bool
 
 
-def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) -> PoolingSpec | None:
+def pooling_spec(
+    path: Path, raw: RawConfig, use: ModelUse, *, is_wrapped: bool, encoder_head: PoolingType | None = None
+) -> PoolingSpec | None:
     """Return how a checkpoint pools; None if it is served to generate.
 
     Args:
         raw: config.json with the overrides.
-        is_ours: whether our own modelling code runs it.
+        is_wrapped: whether it is the text part of a model for images that transformers' code runs.
+        encoder_head: of an encoder, which states its head for labels takes; None: it is a decoder.
 
     Raises:
         ConfigError: the checkpoint cannot be used so, flags contradict each other, or a file is malformed.
@@ -57,11 +60,11 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) ->
     if use.convert in ("embed", "classify") and asked != use.convert:
         raise ConfigError(f"--pooler-config asks for the task {asked}, and --convert for {use.convert}")
     runner = use.runner
-    if not is_ours:
-        if own_task is not None or asked is not None or runner == "pooling":
+    if is_wrapped:
+        if asked is not None or runner == "pooling":
             raise ConfigError(
-                f"{architecture} is run by transformers' modelling code, which only generates here: leave out what "
-                "asks for pooling, or serve an architecture of ours (--model-impl argosy names them)"
+                f"{architecture} is run by transformers' modelling code with parts for images, which only generates "
+                "here: leave out what asks for pooling, or serve a model for texts"
             )
         runner = "generate"
     if runner == "auto":
@@ -83,7 +86,8 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) ->
     config = use.pooler_config
     asked_type = config.pooling_type or config.seq_pooling_type
     modules = _modules(path, reads_pooling=asked_type is None)
-    pooling_type: PoolingType = modules.pooling_type or "last" if modules is not None else "last"
+    default: PoolingType = "last" if encoder_head is None else "cls"
+    pooling_type: PoolingType = modules.pooling_type or default if modules is not None else default
     if asked_type is not None:
         pooling_type = asked_type.lower()  # type: ignore[assignment]
     if task == "embed":
@@ -95,6 +99,16 @@ def pooling_spec(path: Path, raw: RawConfig, use: ModelUse, *, is_ours: bool) ->
     if config.dimensions is not None:
         raise ConfigError("--pooler-config: dimensions are of embeddings, and this model classifies")
     tokens, is_two_way = _label_tokens(raw)
+    if encoder_head is not None:
+        if tokens:
+            raise ConfigError(
+                "classifier_from_token is of models that generate; an encoder has a head of its own"
+            )
+        if asked_type is not None and pooling_type != encoder_head:
+            raise ConfigError(
+                f"--pooler-config: the head of {architecture} takes {encoder_head.upper()}, not {asked_type}"
+            )
+        pooling_type = encoder_head
     labels = ("LABEL_0",) if is_two_way else tokens or _labels(raw)
     return PoolingSpec(
         task="classify",

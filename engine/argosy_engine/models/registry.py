@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig, encoder_task
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ _FAMILIES = {
 """By the architecture that generates."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' architectures that generate text."""
+_POOLED: dict[str, PoolingTask] = {"ForSequenceClassification": "classify", "Model": "embed"}
+"""Those of the same decoders with another head or none, and what they are for."""
 _GENERATING = {
     name: generating
     for generating, family in _FAMILIES.items()
@@ -142,13 +145,16 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
     """
     if architecture in _GENERATING and model_impl != "transformers":
         return True
+    if encoder_task(architecture) is not None and model_impl != "argosy":
+        return False
     if architecture in NATIVE_WRAPPERS:
         return False  # the architecture of its text part counts
-    if model_impl == "argosy" or not architecture.endswith((*_CAUSAL, WRAPPER)):
+    if model_impl == "argosy" or not architecture.endswith((*_CAUSAL, *_POOLED, WRAPPER)):
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
-            "ForSequenceClassification and their base models, and unless --model-impl argosy is given the causal "
-            f"models of transformers' (…ForCausalLM) and text parts (…{WRAPPER}); serve one of these, {OTHER_ENGINES}"
+            "ForSequenceClassification and their base models, and unless --model-impl argosy is given the same of the "
+            f"causal models of transformers' (…ForCausalLM), text parts (…{WRAPPER}) and encoders such as BertModel; "
+            f"serve one of these, {OTHER_ENGINES}"
         )
     return False
 
@@ -158,12 +164,31 @@ def decoder_of(architecture: str, model_impl: ModelImpl = "auto") -> str:
     return _GENERATING[architecture] if is_native(architecture, model_impl) else architecture
 
 
+def is_same_decoder(first: str, second: str) -> bool:
+    """Whether two architectures differ in their heads alone."""
+
+    def stem(architecture: str) -> str:
+        ends = (*_CAUSAL, *_POOLED)
+        return next(
+            (architecture.removesuffix(end) for end in ends if architecture.endswith(end)), architecture
+        )
+
+    if first in _GENERATING or second in _GENERATING:
+        return _GENERATING.get(first, first) == _GENERATING.get(second, second)
+    return stem(first) == stem(second)
+
+
 def pooling_task(architecture: str) -> PoolingTask | None:
-    """Return what an architecture of ours is for if it does not generate; None if it does."""
-    if architecture not in _GENERATING:
+    """Return what an architecture is for if it does not generate; None if it does."""
+    if architecture in _GENERATING:
+        family = _FAMILIES[_GENERATING[architecture]]
+        found: dict[str, PoolingTask] = {family.base: "embed", family.classifier: "classify"}
+        return found.get(architecture)
+    if architecture.endswith(_CAUSAL):
         return None
-    family = _FAMILIES[_GENERATING[architecture]]
-    return {family.base: "embed", family.classifier: "classify"}.get(architecture)  # type: ignore[return-value]
+    if (task := encoder_task(architecture)) is not None:
+        return task
+    return next((task for end, task in _POOLED.items() if architecture.endswith(end)), None)
 
 
 def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[ModelConfig]:
@@ -173,6 +198,8 @@ def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[Mode
         ConfigError: `is_native`.
     """
     if not is_native(architecture, model_impl):
+        if encoder_task(architecture) is not None:
+            return EncoderConfig
         return _load("model_configs", "transformers_config:TransformersConfig")
     return _load("model_configs", _FAMILIES[_GENERATING[architecture]].config)
 
@@ -184,7 +211,7 @@ def model_class(architecture: str) -> type[CausalLM]:
 
 def falls_back(architecture: str, model_impl: ModelImpl) -> bool:
     """Whether transformers' code may run an architecture of ours whose config asks for more than ours computes."""
-    return model_impl == "auto" and architecture in _FAMILIES
+    return model_impl == "auto" and architecture in _GENERATING
 
 
 def architectures() -> list[str]:

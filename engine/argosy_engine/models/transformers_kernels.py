@@ -6,7 +6,7 @@ logits that the probe expects. A norm or an MLP is recognised by its code, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ from argosy_engine.layers.norms import RMSNorm
 
 
 class CalledLinears:
-    """Notes which linear layers a model calls until `end`, and which of them one after another with the same tensor."""
+    """Notes which linear layers a model calls until `use_kernels`, and which of them one after another with the same
+    tensor.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        dtype: of the activations, and of the weights that kernels get.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
         self._runs: dict[nn.Module, tuple[nn.Linear, ...]] = {}
         """By layer, what is always called with it; empty if that differs."""
         self._input: Any = None
@@ -32,18 +38,6 @@ class CalledLinears:
             for module in model.modules()
             if type(module) is nn.Linear
         ]
-
-    def __contains__(self, linear: nn.Module) -> bool:
-        return linear in self._runs
-
-    def together(self, linear: nn.Module) -> tuple[nn.Linear, ...]:
-        """Return the layers that are always called with the input of this one, itself among them, in their order."""
-        return self._runs[linear]
-
-    def end(self) -> None:
-        self._close()
-        for hook in self._hooks:
-            hook.remove()
 
     def _note(self, linear: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(linear, nn.Linear)
@@ -60,39 +54,62 @@ class CalledLinears:
                 self._runs.update(dict.fromkeys((*known, *run), ()))
         self._run, self._input = [], None
 
+    def use_kernels(self) -> None:
+        """Replace the modules that our kernels can compute, on a CPU, and watch no more. Of linear layers that were not
+        called the model may read the weight itself: they stay."""
+        self._close()
+        for hook in self._hooks:
+            hook.remove()
+        self._replace(self._model, {})
+        self._runs.clear()  # whose layers keep their weights
 
-def use_kernels(model: nn.Module, dtype: torch.dtype, linears: CalledLinears) -> None:
-    """Replace the modules that our kernels can compute, on a CPU.
+    def _replace(self, parent: nn.Module, ours: dict[nn.Module, nn.Module]) -> None:
+        """Replace modules below this one.
 
-    Args:
-        dtype: of the activations, and of the weights that are replaced.
-        linears: that have been called. Of others the model may read the weight itself.
-    """
-    ours: dict[nn.Module, nn.Module] = {}
-
-    def of_linears(run: Sequence[nn.Linear]) -> None:
-        run = [each for each in run if each in linears and each not in ours and each.weight.dtype is dtype]
-        if len(run) > 1:
-            product = _SharedProduct(run)
-            ours.update({each: PartLinear(each, product, index) for index, each in enumerate(run)})
-        elif run:
-            ours[run[0]] = KernelLinear(run[0])
-
-    def replace(parent: nn.Module) -> None:
+        Args:
+            ours: by what they stand for.
+        """
         for name, child in list(parent.named_children()):
             if child not in ours:
-                if _is_gated_mlp(child, linears, dtype):
-                    ours[child] = KernelMLP(child)
-                elif (norm := _rms_norm(child, dtype)) is not None:
-                    ours[child] = KernelNorm(child, norm)
-                elif child in linears and isinstance(child, nn.Linear):
-                    of_linears(linears.together(child) or [child])
+                ours.update(self._replacement(child, ours))
             if (kernel := ours.get(child)) is not None:
                 setattr(parent, name, kernel)
             else:
-                replace(child)
+                self._replace(child, ours)
 
-    replace(model)
+    def _replacement(
+        self, module: nn.Module, ours: Mapping[nn.Module, nn.Module]
+    ) -> Mapping[nn.Module, nn.Module]:
+        """Return what computes a module by our kernels, and others with it; empty if nothing does."""
+        if (norm := _rms_norm(module, self._dtype)) is not None:
+            return {module: KernelNorm(module, norm)}
+        if self._is_gated_mlp(module):
+            return {module: KernelMLP(module)}
+        if not self._fits(module):
+            return {}
+        assert isinstance(module, nn.Linear)
+        run = [each for each in self._runs[module] if each not in ours and self._fits(each)]
+        if len(run) < 2:
+            return {module: KernelLinear(module)}
+        product = _SharedProduct(run)
+        return {each: PartLinear(each, product, index) for index, each in enumerate(run)}
+
+    def _fits(self, module: nn.Module) -> bool:
+        if module not in self._runs or not isinstance(module, nn.Linear):
+            return False
+        return module.weight.device.type == "cpu" and module.weight.dtype is self._dtype
+
+    def _is_gated_mlp(self, module: nn.Module) -> bool:
+        if not _has_code_of(module, LlamaMLP.forward):
+            return False
+        mlp: Any = module
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        return (
+            type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
+            and all(self._fits(each) for each in (gate, up, down))
+            and self._runs[gate] == (gate, up)
+            and (gate.bias is None) == (up.bias is None)
+        )
 
 
 class KernelLinear(nn.Module):
@@ -205,20 +222,6 @@ def _rms_norm(module: nn.Module, dtype: torch.dtype) -> RMSNorm | None:
         return None
     norm = RMSNorm(theirs.weight.detach(), theirs.variance_epsilon, dtype, TorchLayerKernels())
     return norm if norm.has_kernel else None
-
-
-def _is_gated_mlp(module: nn.Module, linears: CalledLinears, dtype: torch.dtype) -> bool:
-    if not _has_code_of(module, LlamaMLP.forward):
-        return False
-    mlp: Any = module
-    if type(mlp.act_fn) not in (nn.SiLU, SiLUActivation):
-        return False
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return (
-        all(each in linears and each.weight.dtype is dtype for each in (gate, up, down))
-        and linears.together(gate) == (gate, up)
-        and (gate.bias is None) == (up.bias is None)
-    )
 
 
 def _has_code_of(module: nn.Module, forward: Callable[..., Any]) -> bool:

@@ -1,8 +1,9 @@
 """Transformers probe: holds a loaded model of transformers' over our KV cache against transformers' own attention.
 
-Two short requests are computed as the engine would: in chunks over what earlier steps have cached, together in one
-step, and token by token. If logits differ from those that transformers' eager attention gives for each request alone,
-this engine misunderstands the architecture, and it is refused rather than served with wrong tokens.
+Of a decoder two short requests are computed as the engine would: in chunks over what earlier steps have cached,
+together in one step, and token by token; of an encoder two prompts in one step, one of them a pair. If logits or states
+differ from those that transformers' eager attention gives for each request alone, this engine misunderstands the
+architecture, and it is refused rather than served with wrong tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.models.transformers_encoder import TransformersEncoder
 from argosy_engine.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
@@ -58,7 +62,7 @@ def probe(
         torch.randint(0, config.vocab_size, (length,), generator=generator).to(device) for length in lengths
     ]
     try:
-        expected = [model.reference_logits(prompt).float() for prompt in prompts]
+        expected = [model.reference(prompt) for prompt in prompts]
         if model.check_states():  # Mamba's scan in transformers begins without one
             logger.info("prompts in several steps are slow: of all but the first, states take token by token")
         model.use_kernels()
@@ -68,16 +72,68 @@ def probe(
             f"{config.architecture} fails in transformers' modelling code: {type(error).__name__}: "
             f"{str(error).strip()[:300]}; serve another model, {OTHER_ENGINES}"
         ) from error
-    if expected[0].shape[1] != config.vocab_size:
+    if config.pooling is None and expected[0].shape[1] != config.vocab_size:
         raise ConfigError(
             f"{config.architecture} has logits of {expected[0].shape[1]} tokens, and its config.json says vocab_size "
             f"{config.vocab_size}; correct it"
         )
+    _compare(config, found, expected, dtype)
+
+
+@torch.inference_mode()
+def probe_encoder(
+    config: EncoderConfig, model: TransformersEncoder, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compare an encoder with itself under transformers' own attention and linear layers. From then on it uses ours.
+
+    Raises:
+        ConfigError: states or scores differ, or the model fails.
+    """
+    most = config.max_position_embeddings
+    reaches = [2 * window + _MARGIN for window in config.windows if window is not None]
+    first = min(max([_LENGTHS[0], *(reach for reach in reaches if reach <= _LONGEST)]), most)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(0, config.vocab_size, (length,), generator=generator).to(device)
+        for length in (first, min(_LENGTHS[1], most))
+    ]
+    types = [torch.zeros_like(prompts[0]), (torch.arange(len(prompts[1]), device=device) > 9).long()]
+    step: _Step = [(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]
+    try:
+        references = [model.reference(*each) for each in zip(prompts, types, strict=True)]
+        model.use_kernels()
+        blocks = -(-first // _BLOCK_SIZE)
+        tables = torch.zeros(2, blocks, dtype=torch.int32)
+        inputs = replace(_inputs(step, prompts, tables, device), token_types=torch.cat(types))
+        states = list(model.forward(inputs).float().split([len(prompt) for prompt in prompts]))
+        expected, found = [states_ for states_, _ in references], list(states)
+        if config.pooling is not None and config.pooling.task == "classify":
+            pooled = [each.mean(dim=0) if config.head_pooling == "mean" else each[0] for each in states]
+            expected.append(torch.stack([scores for _, scores in references]))
+            found.append(model.scores(torch.stack(pooled)))
+    except Exception as error:  # whatever a model raises
+        raise ConfigError(
+            f"{config.architecture} fails in transformers' modelling code: {type(error).__name__}: "
+            f"{str(error).strip()[:300]}; serve another model, {OTHER_ENGINES}"
+        ) from error
+    _compare(config, found, expected, dtype)
+
+
+def _compare(
+    config: TransformersConfig,
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """
+    Raises:
+        ConfigError: they differ by more than rounding explains.
+    """
     if (difference := _difference(found, expected, dtype)) is not None:
         raise ConfigError(
-            f"{config.architecture} cannot be served by transformers' modelling code over this engine's KV cache: "
-            f"its logits differ from those with transformers' own attention by {difference}; serve another model, "
-            f"{OTHER_ENGINES}"
+            f"{config.architecture} cannot be served by transformers' modelling code over this engine's KV cache: its "
+            f"{'logits' if config.pooling is None else 'states'} differ from those with transformers' own attention by "
+            f"{difference}; serve another model, {OTHER_ENGINES}"
         )
 
 
@@ -98,7 +154,8 @@ def _difference(
 def _computed(
     model: TransformersModel, prompts: Sequence[torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the logits [T, vocab_size] of every prompt, as steps of an engine compute them."""
+    """Return the logits [T, vocab_size], or states [T, hidden_size], of every prompt, as steps of an engine compute
+    them."""
     long, short = (len(prompt) for prompt in prompts)
     half, late = long // 2, max(long - 2, 0)
     steps: list[_Step] = [
@@ -124,7 +181,7 @@ def _computed(
     parts: list[list[torch.Tensor]] = [[], []]
     for step in steps:
         hidden = model.forward(_inputs(step, prompts, tables, device))
-        logits = model.logits(hidden).float().split([end - start for _, start, end in step])
+        logits = model.compared(hidden).split([end - start for _, start, end in step])
         for (row, _, _), part in zip(step, logits, strict=True):
             parts[row].append(part)
     return [torch.cat(each) for each in parts]

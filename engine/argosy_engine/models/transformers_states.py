@@ -34,6 +34,15 @@ def cache_parameter(module: nn.Module) -> str | None:
     return min(found, default=None)
 
 
+def cache_argument(body: nn.Module, states: FollowedStates | StepStates | None) -> dict[str, Any]:
+    """Return the argument that gives a model's body a cache, if it keeps states."""
+    if states is None:
+        return {}
+    if (name := cache_parameter(body)) is None:
+        raise ConfigError(f"{type(body).__name__} takes no cache")
+    return {name: states}
+
+
 _CONTINUED = 1e-3
 """Difference between a pass in one and in two that is allowed in float32, as a share of the largest output."""
 

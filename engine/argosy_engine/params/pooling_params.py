@@ -36,6 +36,8 @@ class PoolingParams(
     """Older name of `use_activation`, which wins."""
     dimensions: int | None = None
     """Keep this many leading elements, before normalising; for models trained for it (Matryoshka, arXiv 2205.13147)."""
+    second_text: int | None = None
+    """Index of the first token of a pair's second text, for encoders that tell the two apart. The engine sets it."""
 
     @property
     def needs_every_token(self) -> bool:
@@ -58,6 +60,8 @@ class PoolingParams(
         """
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidRequest("dimensions must be at least 1", param="dimensions")
+        if self.second_text is not None and self.second_text < 0:
+            raise InvalidRequest("second_text must be at least 0", param="second_text")
 
     def check_dimensions(self, size: int, is_matryoshka: bool, trained: Sequence[int] = ()) -> None:
         """Check `dimensions` against the model.

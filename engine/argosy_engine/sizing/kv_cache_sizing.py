@@ -143,7 +143,8 @@ def estimate_weights(
     """
     tied_copy = "lm_head.weight"
     stored = config.quantization
-    keeps_fp8 = stored is not None and not stored.is_widened and device == "cuda" and itemsize == 2
+    is_widened = stored is None or stored.is_widened or config.widens_fp8
+    keeps_fp8 = not is_widened and device == "cuda" and itemsize == 2
     total, fp8_bytes = 0, 0
     is_headless = config.pooling is not None
     for name, count in elements.items():

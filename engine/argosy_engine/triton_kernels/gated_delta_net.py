@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from argosy_engine.triton_kernels.activations import silu
-from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 
 _COLUMNS = 8
 """Columns of a state per program of `delta_rule`: with 128 rows 32 elements per thread of one warp."""

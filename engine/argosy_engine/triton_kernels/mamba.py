@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
-from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 
 _CHANNELS = 512
 """Channels per program of `mamba_inputs`."""
@@ -420,7 +420,10 @@ def mamba(
     columns = min(max(_UPDATE_ELEMENTS // state_block, 1), triton.next_power_of_2(shape.head_dim))
     launch(
         _state_update,
-        ((num_requests if chunks is None else num_decodes) * shape.num_heads, triton.cdiv(shape.head_dim, columns)),
+        (
+            (num_requests if chunks is None else num_decodes) * shape.num_heads,
+            triton.cdiv(shape.head_dim, columns),
+        ),
         num_warps=1,
         num_stages=1,
         STATE_BLOCK=state_block,

@@ -57,7 +57,7 @@ class DeviceInputs:
             padded_bytes(size)
             for size in (
                 *[8 * max_num_tokens]
-                * (4 + num_groups),  # token index, ids, positions, sampled; slot mappings
+                * (5 + num_groups),  # token index, ids, positions, sampled, types; slot mappings
                 *[8 * rows] * 2,  # slots, sampled slots
                 *[4 * (rows + 1)] * 2,  # query_start_loc, seq_lens
                 *[8 * self._max_updates(rows)] * 2,
@@ -99,6 +99,8 @@ class DeviceInputs:
         has_subset = 0 < len(wanted) < step.num_tokens
         sampled_tokens = staging.put(wanted) if has_subset else None
         self._sampled_slots = staging.put(step.sampled.slots) if len(wanted) else None
+        types = self._batch.token_types(step.token_slots, step.positions)
+        token_types = None if types is None else staging.put(types)
         entries, blocks = staging.put(updates[0]), staging.put(updates[1])
         staged_rows = None
         if len(wanted) and not step.sampled.drafts:
@@ -124,7 +126,9 @@ class DeviceInputs:
             )
             for group in range(num_groups)
         ]
-        inputs = ModelInputs(token_ids=token_ids, positions=positions, meta=with_groups(metas))
+        inputs = ModelInputs(
+            token_ids=token_ids, positions=positions, meta=with_groups(metas), token_types=token_types
+        )
         return StepTensors(inputs, sampled_tokens, staged_rows)
 
     def keep(self, slots: Ints, token_ids: torch.Tensor) -> None:

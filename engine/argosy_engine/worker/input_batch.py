@@ -46,6 +46,10 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         """Number of alternatives per prompt token; -1 if the request did not ask, or got them before a preemption."""
+        self.second_texts = np.full(max_num_seqs, max_model_len + 1, dtype=np.int64)
+        """Index of the first token that is of type 1: of a pair's second text."""
+        self.num_pairs = 0
+        """Number of requests with such tokens."""
         self.sampler = make_sampler(self.token_ids, eos_token_ids, device, sampling)
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -60,6 +64,10 @@ class InputBatch:
         self.num_computed[slot] = request.num_computed_tokens
         self.num_blocks[:, slot] = 0
         self.append_blocks(slot, request.block_ids)
+        pooling = request.pooling_params
+        if pooling is not None and pooling.second_text is not None:
+            self.second_texts[slot] = pooling.second_text
+            self.num_pairs += 1
         params, num_prompt = request.sampling_params, count - request.num_output_tokens
         self.num_prompt[slot] = num_prompt
         asked = params.prompt_logprobs
@@ -80,6 +88,13 @@ class InputBatch:
         assert changed is not None, "made without tracks_blocks"
         return changed
 
+    def token_types(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+        """Return the type of each token, int64 [T]; None: all are 0."""
+        if not self.num_pairs:
+            return None
+        types: np.ndarray = (positions >= self.second_texts[slots]).astype(np.int64)
+        return types
+
     def set_token(self, slot: int, token_id: int) -> None:
         """Write the token after the computed ones, which another pipeline stage has sampled."""
         position = self.num_computed[slot]
@@ -96,5 +111,8 @@ class InputBatch:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            if self.second_texts[slot] < self.token_ids.shape[1]:
+                self.second_texts[slot] = self.token_ids.shape[1]
+                self.num_pairs -= 1
             self.sampler.remove(slot)
         return slot

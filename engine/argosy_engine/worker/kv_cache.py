@@ -40,7 +40,7 @@ def stage_groups(
         layers: of all stages, on one tensor-parallel rank.
         own: indices of this stage's layers.
     """
-    if state_layers(model):  # one stage
+    if state_layers(model) or not layers:  # one stage
         return layer_groups(model, block_size)
     itemsize = model.attention_layers[0].kv_cache_dtype.itemsize
     groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])

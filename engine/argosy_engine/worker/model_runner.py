@@ -91,7 +91,7 @@ class ModelRunner:
             max_num_seqs,
             max_model_len,
             -(-max_model_len // block_size) + 1,
-            len(self.groups),
+            max(len(self.groups), 1),  # the inputs of a step have metadata of one, though none may be used
             config.eos_token_ids,
             device,
             sampling,
@@ -216,7 +216,7 @@ class ModelRunner:
         for request in step.new_requests:
             self.batch.add(request)
             if request.pooling_params is not None:
-                self.pooler.add(request.request_id, request.pooling_params)
+                self.pooler.add(request.request_id, request.pooling_params.replace(second_text=None))
         if not self._samples:
             for request_id, token_id in step.new_token_ids.items():
                 self.batch.set_token(self.batch.slot_of[request_id], token_id)

@@ -7,11 +7,13 @@ of the states for their mean, the first state, or all of them.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 
 from argosy_engine.model_configs.pooling_spec import PoolingSpec
-from argosy_engine.models.pooled_model import PooledModel
+from argosy_engine.models.pooled_model import ScoringModel
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.worker.step_arrays import StepArrays
@@ -118,9 +120,8 @@ class Pooler:
 
     def _scores(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Return scores [R, num_labels], or what the activation makes of them."""
-        assert isinstance(self._model, PooledModel)
-        spec = self._spec
-        scores = (self._model.scores(vectors) - spec.logit_mean) / spec.logit_sigma
+        spec, model = self._spec, cast(ScoringModel, self._model)
+        scores = (model.scores(vectors) - spec.logit_mean) / spec.logit_sigma
         if not params.use_activation:
             return scores
         match spec.activation:

@@ -81,8 +81,14 @@ class HostInputs:
         ]
         wanted = step.sampled.tokens
         has_subset = 0 < len(wanted) < step.num_tokens
+        types = batch.token_types(step.token_slots, step.positions)
         return StepTensors(
-            ModelInputs(token_ids=torch.from_numpy(token_ids), positions=positions, meta=with_groups(metas)),
+            ModelInputs(
+                token_ids=torch.from_numpy(token_ids),
+                positions=positions,
+                meta=with_groups(metas),
+                token_types=None if types is None else torch.from_numpy(types),
+            ),
             torch.from_numpy(wanted) if has_subset else None,
         )
 

@@ -173,6 +173,8 @@ class Worker:
             self._config = config = complete_config(config)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
+            if config.computes_whole_prompts:
+                self.args = args = args.with_whole_prompts(longest)
             needs = AttentionNeeds(
                 device.type,
                 str(dtype).removeprefix("torch."),

@@ -38,7 +38,7 @@ class KVCacheManager:
         block_size: tokens per block.
         watermark: share of the pool (0..1) that admission leaves free while other requests run, so that a nearly full
             cache does not admit requests that would be preempted a few steps later.
-        specs: one per KV cache group (`messages.kv_cache_interface`).
+        specs: one per KV cache group (`messages.kv_cache_interface`); empty if the model keeps nothing of a request.
         max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
         lives_sample: share of the blocks whose times in the cache are recorded, 0..1.
         num_states: blocks of the pool of states, including its null block; read if a group keeps states.
@@ -62,7 +62,7 @@ class KVCacheManager:
         self.groups = make_groups(specs, block_size, max_num_batched_tokens)
         """Those of keys and values; of a request's block lists, that of the states follows theirs."""
         self._state_suffix = None
-        if isinstance(specs[-1], RecurrentStateSpec):
+        if specs and isinstance(specs[-1], RecurrentStateSpec):
             self._state_suffix = group_suffix(len(specs) - 1)
         self._state_interval = -(-state_interval // block_size) * block_size
         self._counted_group = _counted_group(self.groups)
@@ -107,7 +107,7 @@ class KVCacheManager:
         """
         hashes = self._shareable(request)
         if not hashes:
-            return [[] for _ in range(len(self.groups) + (self.states is not None))]
+            return [[] for _ in range(max(len(self.groups) + (self.states is not None), 1))]
         request.num_branch_tokens = 0
         while True:
             # A group may shorten the hit of earlier groups; the hits agree once a round shortens nothing.
