@@ -110,16 +110,18 @@ async def test_a_connection_is_used_again_only_if_the_replica_has_read_the_reque
     wheel = TimerWheel(asyncio.get_running_loop())
     pool = ConnectionPool(f"http://{host}:{port}", UpstreamLimits(), wheel, UpstreamTls())
     kept: list[UpstreamConnection] = []
-    connection = await pool.connect(kept.append)
-    answered = Collector(1000)
-    head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size
-    connection.send(answered, head, DEADLINE_S, body=b"x" * size)
-    async with asyncio.timeout(DEADLINE_S):
-        assert (await answered.done).body == b"{}"
-    is_read = size < 2048
-    assert (kept == [connection], connection.is_closed) == (is_read, not is_read)
-    connection.abort()
-    pool.close()
-    left.set()
-    server.close()
-    await server.wait_closed()
+    try:
+        connection = await pool.connect(kept.append)
+        answered = Collector(1000)
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size
+        connection.send(answered, head, DEADLINE_S, body=b"x" * size)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await answered.done).body == b"{}"
+        is_read = size < 2048
+        assert (kept == [connection], connection.is_closed) == (is_read, not is_read)
+    finally:
+        connection.abort()
+        pool.close()
+        left.set()
+        server.close()
+        await server.wait_closed()
