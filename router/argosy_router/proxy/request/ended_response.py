@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from argosy_protocol.response_object import ResponseState
-from argosy_router.http.sse import named_data, named_events, response_events
+from argosy_router.http.sse import edges, named_data, named_events, response_events
 
 Fields = dict[str, bytes]
 """Fields of a response, each as JSON."""
@@ -107,7 +107,7 @@ def _with_fields(response: bytes, fields: Fields) -> bytes | None:
 
 def begins_last(events: bytes) -> bool:
     """Whether one of some events ends the response."""
-    return next(named_events(events, _LAST_EVENT), None) is not None
+    return next(named_events(edges(events), _LAST_EVENT), None) is not None
 
 
 def has_response(event: bytes) -> bool:
