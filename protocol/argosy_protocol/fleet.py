@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_protocol import deep_json
+
 FLEET_VERSION = 1
 """Version of the document. Readers accept any version and ignore fields that they do not know; a writer bumps it only
 if an old reader would route wrongly."""
@@ -165,6 +167,9 @@ class FleetDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reservations: tuple[NameReservation, ...] = ()
 
 
+_DOCUMENTS = msgspec.json.Decoder(FleetDocument)
+
+
 class NameConflict(Struct, frozen=True, kw_only=True):
     """`loser` claims `name`, which `winner` owns. Both are service keys."""
 
@@ -270,10 +275,10 @@ def encode_fleet(document: FleetDocument) -> bytes:
 
 
 def decode_fleet(data: bytes | str) -> FleetDocument:
-    """Decode a document of any version; unknown fields are ignored.
+    """Decode a document of any version; unknown fields are ignored, however deep.
 
     Raises:
         msgspec.ValidationError: a field has the wrong type or is out of bounds.
         msgspec.DecodeError: not JSON.
     """
-    return msgspec.json.decode(data, type=FleetDocument)
+    return deep_json.decode(_DOCUMENTS, data if isinstance(data, bytes) else data.encode())

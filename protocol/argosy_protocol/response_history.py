@@ -28,6 +28,8 @@ MAX_REFERENCED_BYTES = 32 << 20
 Thousands of references of sixty bytes may all be to one item of a megabyte."""
 STEP_BYTES: Final = 512 * 1024
 """Of items, for which a step of a generator here takes some milliseconds: a conversation may have 32 MB."""
+STEP_ITEMS: Final = 8192
+"""Of which only the ids are read in a step."""
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 """Items of one page of input items, as in OpenAI's API."""
@@ -184,6 +186,13 @@ def identifying(items: Iterable[ResponseItem], response_id: str) -> Steps[list[m
 def page_of_items(
     record: StoredResponse, *, after: str | None, limit: int, order: Literal["asc", "desc"]
 ) -> ItemList:
+    """Do what `paging_items` does at once."""
+    return done(paging_items(record, after=after, limit=limit, order=order))
+
+
+def paging_items(
+    record: StoredResponse, *, after: str | None, limit: int, order: Literal["asc", "desc"]
+) -> Steps[ItemList]:
     """Return a page of a response's input items.
 
     Args:
@@ -193,7 +202,11 @@ def page_of_items(
         BadRequest: no item has that id.
     """
     items = record.items if order == "asc" else record.items[::-1]
-    ids = [_decode_id(item).id for item in items]
+    ids: list[str | None] = []
+    for number, item in enumerate(items, 1):
+        ids.append(_decode_id(item).id)
+        if number % STEP_ITEMS == 0:
+            yield
     start = 0
     if after is not None:
         if after not in ids:

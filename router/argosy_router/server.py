@@ -232,7 +232,7 @@ class Router:
         return client
 
     def _stateful_routes(self, program: BatchClient) -> StatefulRoutes:
-        stored = ResponseStore(program, self.config.batch.response_ttl_s)
+        stored = ResponseStore(program, self.config.batch.response_ttl_s, read=self.large_bodies.read_record)
         self.metrics.add(*stored.series())
         routes = StatefulRoutes(
             stored,

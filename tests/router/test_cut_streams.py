@@ -11,6 +11,8 @@ import pytest
 
 from argosy_protocol.headers import RESUME
 from argosy_router.config import UpstreamLimits
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
+from argosy_router.proxy.upstream.relay import StreamRelay
 from argosy_router.proxy.upstream.stream_tally import SCAN_BYTES, StreamTally
 from argosy_router.proxy.upstream.usage_scan import without_progress
 
@@ -281,3 +283,41 @@ def test_a_text_full_of_escapes_is_read_in_little_memory() -> None:
         tracemalloc.stop()
     assert tally.tokens(4.0) == 1 << 18
     assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("is_response", [False, True])
+def test_a_long_text_counts_though_its_middle_is_not_read(is_response: bool) -> None:
+    tally = StreamTally(is_response=is_response)
+    field = b"delta" if is_response else b"content"
+    tally.add(b'data: {"%b":"%b"}\n\n' % (field, b"a" * (4 << 20)))
+    assert tally.tokens(4.0) == pytest.approx(1 << 20, rel=0.01)
+
+
+def test_texts_of_a_long_event_stand_for_those_that_are_not_read() -> None:
+    tally = StreamTally()
+    tally.add(b'data: {"choices":[%b{}]}\n\n' % (b'{"content":"aaaaaaaa","logprobs":"bbbbbbbb"},' * 50_000))
+    assert tally.tokens(4.0) == pytest.approx(100_000, rel=0.01)
+
+
+def test_what_a_long_event_of_a_response_repeats_counts_once_and_is_not_kept() -> None:
+    """It was scanned three times: one of 33 MB held the event loop for 100 ms, and stayed in memory uncounted."""
+    text = b"a" * 2000
+    repeated = b'"item":{"text":"%b","logprobs":[%b]}' % (text, b'{"token":"a"},' * 80_000)
+    usage = b'"usage":{"input_tokens":7,"output_tokens":500,"total_tokens":507}'
+    ends = ((b"output_item.done", repeated), (b"completed", repeated + b"," + usage))
+    tracemalloc.start()
+    try:
+        relay = StreamRelay(None, BodyReservation(BodyMemory(1 << 30), "service", 0), is_response=True)
+        for name, rest in ends:
+            delta = b'event: response.output_text.delta\ndata: {"delta":"%b"}\n\n' % text
+            assert relay.feed(delta)
+            assert relay.usage is None
+            assert relay.tokens(4.0) == 500 * (1 + (name == b"completed")), name
+            assert relay.feed(b"event: response.%b\ndata: {%b}\n\n" % (name, rest))
+        del rest
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert relay.usage is not None
+    assert relay.usage.completion_tokens == 500
+    assert kept < 1 << 20

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
-from argosy_router.http.deadlines import HORIZON_S, Deadline, TimerWheel
+from argosy_router.http.deadlines import HORIZON_S, STEPS_PER_TURN, Deadline, TimerWheel
 
 from .harness import DEADLINE_S, TICK_S, StoppedClock
 
@@ -91,6 +92,9 @@ def test_a_stalled_loop_loses_no_deadline() -> None:
             self.timer = callback
             return asyncio.TimerHandle(delay, callback, (), self)
 
+        def call_soon(self, callback: Callable[..., object], *_: object, **__: object) -> asyncio.Handle:
+            return asyncio.Handle(callback, (), self)
+
         def get_debug(self) -> bool:
             return False
 
@@ -120,4 +124,34 @@ async def test_a_failing_callback_affects_no_other_deadline(caplog: pytest.LogCa
         Deadline(wheel, callback).set(seconds)
     await asyncio.wait_for(fired.wait(), DEADLINE_S)
     assert "ZeroDivisionError" in caplog.text
+    wheel.close()
+
+
+async def test_of_deadlines_that_pass_at_once_a_few_fire_in_each_turn() -> None:
+    """Thousands of connections whose clients were silent for equally long were refused in one turn of the loop."""
+    loop, time = asyncio.get_running_loop(), [0.0]
+    wheel = TimerWheel(loop, TICK_S, lambda: time[0])
+    fired: list[int] = []
+    turns: list[int] = []
+    count = 6 * STEPS_PER_TURN
+    deadlines = [Deadline(wheel, partial(fired.append, number)) for number in range(count)]
+    for deadline in deadlines:
+        deadline.set(1.0)
+
+    def note_turn() -> None:
+        turns.append(len(fired))
+        loop.call_soon(note_turn)
+
+    note_turn()
+    time[0] += 2.0
+    async with asyncio.timeout(DEADLINE_S):
+        while not fired:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        deadlines[-1].clear()
+        deadlines[-2].set(10.0)
+        while wheel.turns.are_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert fired == list(range(count - 2)), "one that was cleared or set again meanwhile does not"
+    assert max(after - before for before, after in pairwise(turns)) <= 2 * STEPS_PER_TURN
+    assert deadlines[-2].is_set
     wheel.close()

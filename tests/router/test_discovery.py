@@ -360,7 +360,10 @@ def replace(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-async def test_a_file_is_followed_and_broken_ones_are_ignored(tmp_path: Path) -> None:
+async def test_a_file_is_followed_and_broken_ones_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that nests deeper than the decoder takes ended the router."""
     path = tmp_path / "fleet.json"
     async with following(FileDiscovery(path, poll_s=0.005)) as published:
         await asyncio.sleep(0)
@@ -369,12 +372,17 @@ async def test_a_file_is_followed_and_broken_ones_are_ignored(tmp_path: Path) ->
         await until(lambda: published.members == {"default/svc": ["a"]})
         assert published[-1].revision == revision_of(path.read_bytes())
         count = len(published)
-        for broken in (b"{", b'{"services":[{"name":1}]}', b"\xff\xff"):
+        deep = b"[" * 100_000 + b"]" * 100_000
+        broken_ones = (b"{", b'{"services":[{"name":1}]}', b"\xff\xff", b'{"x":%b,"services":1}' % deep)
+        for number, broken in enumerate(broken_ones, 1):
             replace(path, broken)
+            await until(lambda number=number: len(caplog.records) == number)  # type: ignore[misc]
         path.unlink()
         replace(path, encode_fleet(document("a", "b")))
         await until(lambda: published.members == {"default/svc": ["a", "b"]})
         assert all(snapshot.document.services for snapshot in published[count:])
+        replace(path, encode_fleet(document("c")).replace(b"{", b'{"later":%b,' % deep, 1))
+        await until(lambda: published.members == {"default/svc": ["c"]})
 
 
 async def test_documents_of_a_newer_operator_are_read(tmp_path: Path) -> None:
@@ -492,6 +500,23 @@ async def test_a_pod_that_is_too_deep_for_the_decoder_keeps_no_other_from_being_
         await until(lambda: len(api.lists) >= lists + 2)
         api.put("pods", "default", "c", **pod_fields("10.0.0.3"))
         await until(lambda: published.members == {"default/svc": ["a", "b", "c"]})
+
+
+async def test_a_document_that_cannot_be_used_is_told_of_once_and_stops_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that nests deeper than the decoder takes ended the router."""
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        deep = "[" * 100_000 + "]" * 100_000
+        api.put("configmaps", "argosy", "argosy-fleet", data={"fleet.json": f'{{"x":{deep},"services":1}}'})
+        for number, name in enumerate(("b", "c"), 2):
+            api.put("pods", "default", name, **pod_fields(f"10.0.0.{number}"))
+            await until(lambda name=name: name in published.members["default/svc"])  # type: ignore[misc]
+        assert sum("fleet document is not usable" in each.message for each in caplog.records) == 1
+        publish_document(api, msgspec.structs.replace(SERVICE, name="later"))
+        await until(lambda: "default/later" in published.members)
 
 
 async def test_the_document_is_followed() -> None:

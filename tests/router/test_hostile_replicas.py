@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.headers import ID_COMMENT
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.routable_report import ADMIN_KEY_UID
 from argosy_protocol.telemetry import Cleared, Draining, Hello, Load, Stored, encode_frame, pack_u32, pack_u64
@@ -36,8 +37,13 @@ from argosy_router.fleet.links.telemetry_budget import (
     ServiceTelemetryBudget,
     TelemetryBudget,
 )
+from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.fetch import Collector
+from argosy_router.http.sse import READ_BYTES
+from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
+from argosy_router.proxy.upstream.relay import StreamRelay
+from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig
@@ -138,6 +144,47 @@ def test_a_body_that_comes_byte_by_byte_is_not_copied_for_each() -> None:
         assert cpu_s(8 << 20) < 16 * max(cpu_s(1 << 10), 0.0005)
 
     asyncio.run(compare())
+
+
+SHORT_EVENT = b'data: {"created":1,"choices":[{"index":0,"token_ids":[1]}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("begin", "value", "end"),
+    [
+        (ID_COMMENT + b"0 ", b"1,", b'1\ndata: {"created":1,"choices":[]}\n\n'),
+        (b'data: {"created":1,"choices":[', b'{"index":0},', b'{"index":0}]}\n\n'),
+        (b'data: {"choices":[],"usage":{', b'"text":"",', b'"a":1}}\n\n'),
+        (b'data: {"choices":[1],"x":[', b'{"usage":{"completion_tokens":1}},', b"1]}\n\n"),
+        (b": ", b"\n\n: ", b"\n\n"),
+        (b"", b": \n\n", SHORT_EVENT),
+    ],
+    ids=["ids", "choices", "texts", "usages", "events", "comments"],
+)
+@pytest.mark.parametrize("can_continue", [False, True])
+def test_an_event_full_of_short_values_costs_a_few_searches_of_it(
+    begin: bytes, value: bytes, end: bytes, can_continue: bool
+) -> None:
+    """CPU times are compared: one of four megabytes held the event loop for 130 ms."""
+
+    def cpu_s(events: bytes) -> float:
+        def receive() -> float:
+            held = BodyReservation(BodyMemory(1 << 30), "service", 0)
+            transcript = Transcript(StreamShape(1, has_usage=False)) if can_continue else None
+            relay = StreamRelay(transcript, held, hides_usage=True, hides_progress=True)
+            longest = 0.0
+            for start in range(0, len(events), READ_BYTES):
+                began = time.process_time()
+                relay.feed(events[start : start + READ_BYTES])
+                longest = max(longest, time.process_time() - began)
+            return longest
+
+        return min(receive() for _ in range(3))
+
+    events = SHORT_EVENT + begin + value * ((4_000_000 if begin else READ_BYTES) // len(value)) + end
+    text = b"a" * 4_000_000
+    search_s = min(timeit.repeat(lambda: text.count(b"\n\n"), timer=time.process_time, number=1, repeat=5))
+    assert cpu_s(events) < 20 * search_s
 
 
 @pytest.mark.parametrize("limit", [None, 5])

@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from argosy_protocol.errors import ApiError
+from argosy_protocol.errors import ApiError, Unavailable
+from argosy_protocol.response_history import StoredResponse
 from argosy_router.auth.accounts import BODY_BYTES_PER_S, Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.http.messages import Request
@@ -72,6 +74,9 @@ class FailingProcess:
         if self.fails:
             raise EOFError
         return found_response(answer, is_event, fields)
+
+    async def find_record(self, record: bytes, has_output: bool) -> None:
+        raise EOFError
 
     async def kill(self) -> None:
         self.has_ended = True
@@ -314,6 +319,55 @@ async def test_a_large_response_is_read_by_a_new_process_if_one_fails(num_failur
         assert json.loads(found.own_event(event).partition(b"data: ")[2])["response"]["x"] == LARGE
     else:
         assert (found.is_ended, found.end) == (False, 0)
+    await bodies.close()
+
+
+RESPONSE = {"id": "resp_1", "status": "completed", "created_at": 7.0, "background": True, "x": LARGE}
+PARTS = [{"type": "output_text", "text": "Größe", "annotations": [], "logprobs": []}]
+OUTPUT = [
+    {"type": "message", "id": f"msg_1_{number}", "role": "assistant", "content": PARTS} for number in range(3)
+]
+
+
+@pytest.mark.parametrize("is_compact", [True, False], ids=["ours", "written otherwise"])
+@pytest.mark.parametrize("has_output", [False, True])
+async def test_a_large_record_is_read_as_this_process_would(has_output: bool, is_compact: bool) -> None:
+    items = [
+        {"id": f"msg_{number}", "type": "message", "role": "user", "content": "hi"} for number in range(9000)
+    ]
+    encoded = [
+        json.dumps(each, ensure_ascii=False).encode() for each in ({**RESPONSE, "output": OUTPUT}, *items)
+    ]
+    record = StoredResponse(msgspec.Raw(encoded[0]), [msgspec.Raw(item) for item in encoded[1:]], "runner")
+    data = record.encoded() if is_compact else record.encoded() + b"\n"
+    bodies = LargeBodies()
+    read = await bodies.read_record("owner", data, has_output)
+    assert bodies.process is not None
+    state = record.state()
+    if is_compact and not has_output:
+        state.output = []
+    assert read.state() == state
+    assert (bytes(read.response), read.runner) == (encoded[0], "runner")
+    assert [bytes(item) for item in read.items] == encoded[1:]
+    assert read.encoded() == record.encoded()
+    assert read.size >= sum(map(len, encoded))
+    await bodies.close()
+
+
+async def test_a_large_record_is_not_read_here_if_the_process_fails() -> None:
+    record = StoredResponse(msgspec.Raw(json.dumps(RESPONSE).encode()), []).encoded()
+    process = FailingProcess(fails=True)
+
+    async def start() -> FailingProcess:
+        return process
+
+    bodies = LargeBodies(start)
+    with pytest.raises(Unavailable):
+        await bodies.read_record("owner", record, True)
+    assert process.has_ended
+    for broken in (b"{", b'{"response":1}', b'{"response":' + b"[" * 9000 + b"]" * 9000 + b',"items":"x"}'):
+        with pytest.raises(ValueError, match="JSON|Input|items|nests"):
+            await bodies.read_record("owner", broken, True)
     await bodies.close()
 
 

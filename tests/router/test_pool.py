@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import STEPS_PER_TURN, TimerWheel
+from argosy_router.http.fetch import Collector
 from argosy_router.http.pool import ConnectionPool
 from argosy_router.http.tls import UpstreamTls
 from argosy_router.http.upstream_connection import UpstreamConnection
@@ -88,3 +90,38 @@ async def test_a_host_that_cannot_be_one_fails_its_waiter(host: str) -> None:
     pool.acquire(QueuedRequest())
     assert "connect failed" in str(await asyncio.wait_for(failed, DEADLINE_S))
     pool.close()
+
+
+@pytest.mark.parametrize("size", [1000, 32 << 20])
+async def test_a_connection_is_used_again_only_if_the_replica_has_read_the_request(size: int) -> None:
+    """One that answered without reading had all bodies of a connection kept in the router's memory, one behind the
+    other, and counted nowhere."""
+    left = asyncio.Event()
+
+    async def answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        with contextlib.suppress(ConnectionError):
+            await left.wait()
+        writer.close()
+
+    server = await asyncio.start_server(answer_at_once, "127.0.0.1", limit=2048)
+    host, port = server.sockets[0].getsockname()
+    wheel = TimerWheel(asyncio.get_running_loop())
+    pool = ConnectionPool(f"http://{host}:{port}", UpstreamLimits(), wheel, UpstreamTls())
+    kept: list[UpstreamConnection] = []
+    try:
+        connection = await pool.connect(kept.append)
+        answered = Collector(1000)
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size
+        connection.send(answered, head, DEADLINE_S, body=b"x" * size)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await answered.done).body == b"{}"
+        is_read = size < 2048
+        assert (kept == [connection], connection.is_closed) == (is_read, not is_read)
+    finally:
+        connection.abort()
+        pool.close()
+        left.set()
+        server.close()
+        await server.wait_closed()

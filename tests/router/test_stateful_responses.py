@@ -39,7 +39,7 @@ from response_stream import final_response, parsed_events
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import Rig, raw, read_all, rig, until
 from .local_responses import local_responses
-from .response_bodies import PATH, body, stream, whole
+from .response_bodies import ITEM, PART, PATH, body, stream, whole
 
 DAY_S = 86400.0
 SECRETS = ("sk-one", "sk-two")
@@ -671,6 +671,55 @@ async def test_long_last_events_are_read_by_another_process(
         assert r.metric('large_bodies_total{outcome="read"}') == 1 + (background and is_foreign)
         assert await retrieved(r, made["id"], "completed") == made
         assert made.get("background", False) == (background and is_foreign)
+
+
+async def test_large_stored_responses_are_read_by_another_process(tmp_path: Path) -> None:
+    """To cancel or continue one of 33 MB held the event loop for 100 to 300 ms, to look for the end of a background
+    response whose conversation is long for 90 ms every two seconds."""
+    text = "x" * (2 * LARGE_BODY_BYTES)
+    asked: list[Any] = []
+    gate = Gate()
+
+    async def answer(connection: Connection, request: Received) -> None:
+        asked.append(request.json)
+        await gate.open.wait()
+        name = f"resp_{request.headers['x-argosy-internal-response-id']}"
+        output = [{**ITEM, "content": [{**PART, "logprobs": [{"token": text, "logprob": 0.0}]}]}]
+        fields = {
+            "background": bool(request.json.get("background")),
+            "instructions": request.json["instructions"],
+        }
+        connection.answer(200, json.dumps(whole(id=name, output=output, **fields)).encode())
+
+    async with stateful(tmp_path, answer) as r:
+
+        def reads() -> float:
+            return r.metric('large_bodies_total{outcome="read"}')
+
+        made = await created(r.http, instructions="i")
+        before = reads()
+        assert (await r.http.get(f"{PATH}/{made['id']}")).json() == made
+        assert (await r.http.post(f"{PATH}/{made['id']}/cancel")).status_code == 400, (
+            "it was not in the background"
+        )
+        listed = (await r.http.get(f"{PATH}/{made['id']}/input_items")).json()
+        assert [item["content"][0]["text"] for item in listed["data"]] == ["hi"]
+        assert reads() == before + 3
+        await created(r.http, instructions="i", previous_response_id=made["id"], input="and then?")
+        assert reads() >= before + 5, "the record, and the response that continues it"
+        texts = [
+            part["text"] for item in asked[-1]["input"] for part in item["content"] if isinstance(part, dict)
+        ]
+        assert texts[-1] == "hello"
+
+        gate.open.clear()
+        running = await created(r.http, instructions=text, background=True)
+        before = reads()
+        cancelled = (await r.http.post(f"{PATH}/{running['id']}/cancel")).json()
+        assert (cancelled["status"], cancelled["instructions"]) == ("cancelled", text)
+        assert reads() >= before + 3, "the record, its other status, the record as it is stored"
+        assert (await r.http.post(f"{PATH}/{running['id']}/cancel")).json() == cancelled
+        await r.until(lambda: r.router.requests.inflight == 0)
 
 
 class SlowStore(DirectoryStore):

@@ -64,6 +64,8 @@ class KubernetesDiscovery:
         self._relist_s = relist_s
         self._document = FleetDocument()
         self._revision = ""
+        self._unusable = ""
+        """Revision of the last document that could not be used: it is read and told of once."""
         self._pods: dict[tuple[str, str], Reflector[Pod]] = {}
         """(namespace, label selector) -> reflector of the pods"""
         self._members = PodMembers()
@@ -138,15 +140,16 @@ class KubernetesDiscovery:
     def _read(self, objects: Iterable[ConfigMap]) -> bool:
         """Read the document; return whether there is a new one."""
         text = next((item.data.get(DOCUMENT_KEY) for item in objects), None)
-        if text is None or revision_of(text.encode()) == self._revision:
+        if text is None or (revision := revision_of(text.encode())) in (self._revision, self._unusable):
             return False
         try:
             self._document = decode_fleet(text)
-            self._revision = revision_of(text.encode())
-            return True
         except msgspec.MsgspecError as error:
+            self._unusable = revision
             log.error("fleet document is not usable, keeping the last one: %s", error)
             return False
+        self._revision, self._unusable = revision, ""
+        return True
 
     def _follow(self, client: kubernetes_client.ApiClient) -> None:
         """Follow the services of a new document, with one watch of pods per namespace, however many it has."""

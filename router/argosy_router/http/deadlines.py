@@ -2,7 +2,8 @@
 in which what befalls thousands of requests at once is done a few at a time.
 
 Owns: when a deadline fires, and when a step is done. Must not know: what they mean.
-Invariants: a deadline fires once, never early, and at most one tick late; steps are done in order.
+Invariants: a deadline fires once, never early, and at most one tick late unless many pass at once, which fire in turns;
+steps are done in order.
 
 A connection moves its deadline with every read, and hardly ever reaches it. `loop.call_later` would allocate and cancel
 a timer each time; here, moving a deadline later only writes `_when`, and the wheel looks at it again when it reaches
@@ -16,6 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +74,14 @@ class Deadline:
         if self._when > now:
             self._wheel.put(self, self._wheel.bucket_of(self._when, now))
             return
-        self._when = None
-        try:
+        # Thousands of clients that were silent for equally long are refused with a response each.
+        self._wheel.turns.run(partial(self._fire, self._when))
+
+    def _fire(self, when: float) -> None:
+        """Fire unless the deadline was set or cleared since it passed."""
+        if self._when == when:
+            self._when = None
             self._callback()
-        except Exception:  # one owner's bug must not cost the others their deadlines
-            log.exception("a deadline's callback failed")
 
     def place(self, bucket: int) -> None:
         self._bucket = bucket
@@ -97,6 +102,11 @@ class Turns:
         """When the turn has no further step."""
         self._waiting: deque[Callable[[], None]] = deque()
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether steps wait for a later turn."""
+        return bool(self._waiting)
+
     def run(self, step: Callable[[], None]) -> None:
         """Do a step, in a later turn if `STEPS_PER_TURN` were done in this one."""
         if self._waiting or self._num_done >= STEPS_PER_TURN:
@@ -111,8 +121,8 @@ class Turns:
         self._num_done += 1
         try:
             step()
-        except Exception:  # one owner's bug must not cost the others their steps
-            log.exception("a step failed")
+        except Exception:  # one owner's bug must not cost the others their steps or deadlines
+            log.exception("a step or a deadline's callback failed")
         if time.monotonic() >= self._end:
             self._num_done = STEPS_PER_TURN
 

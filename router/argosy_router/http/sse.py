@@ -18,6 +18,8 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 MAX_RESPONSE_EVENT_BYTES = 64 * 1024 * 1024
 """The last events of a stream of the Responses API repeat all text and logprobs: with 20 of these, 1.5 KB per token. As
 much as `responses` stores."""
+READ_BYTES = 256 * 1024
+"""What a connection gives at once, at most."""
 
 
 class EventTooLarge(Exception):
@@ -74,6 +76,17 @@ class EventCutter:
         return events
 
 
+def edges(events: bytes) -> bytes:
+    """Return the beginning and the end of a long piece of a stream, other pieces as they are.
+
+    A piece that is longer than two reads begins with one event, which was not complete before the last of them; what is
+    looked for in the middle of that takes the event loop tens of milliseconds.
+    """
+    if len(events) <= 2 * READ_BYTES:
+        return events
+    return events[:READ_BYTES] + events[-READ_BYTES:]
+
+
 def response_events(*names: bytes) -> re.Pattern[bytes]:
     """Return the pattern of the line that names an event of the Responses API, for `named_events` and `named_data`. It
     begins with a text, for which the search takes a sixth of the time that one for the beginnings of lines takes."""
@@ -112,6 +125,8 @@ def without_comments(events: bytes) -> bytes:
 
 def without_token_ids(events: bytes) -> bytes:
     """Drop the comments of token ids from whole events, and the events that are such a comment alone."""
+    if events.find(ID_COMMENT) < 0:  # a tenth of the pattern's time
+        return events
     return _TOKEN_IDS.sub(b"", events)
 
 

@@ -4,7 +4,8 @@ Owns: one connection to a replica and its deadlines.
 Must not know: why the request is sent, retries, metrics.
 Invariant: every `send` ends in exactly one `on_end` or `on_failed`, unless the caller aborts first; of requests that
 fail at once, a few are told in each turn of the event loop, as they are sent again then; a connection is offered for
-reuse only if the response's framing said where it ends and nothing followed.
+reuse only if the response's framing said where it ends and nothing followed, and if the replica has taken all of the
+request: what it has not read would wait in memory, and requests behind it.
 """
 
 from __future__ import annotations
@@ -258,6 +259,7 @@ class UpstreamConnection(asyncio.Protocol):
         sink, self._sink = self._sink, None
         self._deadline.clear()
         reusable = self._keeps_alive and not self._ends_with_connection and not self.is_closed
+        reusable = reusable and not self.transport.get_write_buffer_size()
         self._reset()
         if reusable:
             if self._is_paused:

@@ -20,7 +20,7 @@ import msgspec
 from argosy_protocol.batch_program import BEAT_S
 from argosy_protocol.errors import ApiError, BadRequest, StorageUnavailable, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import with_status
+from argosy_protocol.response_object import ResponseFailure, with_status
 from argosy_router.http.body_memory import BodyReservation
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
@@ -217,7 +217,7 @@ class BackgroundResponses:
         except Exception:
             log.exception("a background response could not be read")
         if response is None:
-            failed = with_status(bytes(queued.response), "failed", message)
+            failed = await self._failed(run.owner, bytes(queued.response), message)
             run.fail(failed)
             response = msgspec.Raw(failed)
         await self._finish(run.owner, response_id, StoredResponse(response, queued.items))
@@ -226,6 +226,16 @@ class BackgroundResponses:
         if not run.is_streamed or run.is_forgotten:  # there is nothing to follow
             self._runs.pop((run.owner, response_id), None)
         self._make_room()
+
+    async def _failed(self, owner: str, queued: bytes, message: str) -> bytes:
+        """Return a queued response, which repeats what may be long of its request, as one that has failed."""
+        error = msgspec.json.encode(ResponseFailure("server_error", message))
+        found = FoundResponse()
+        try:
+            found = await self._find(owner, queued, False, {"status": b'"failed"', "error": error})
+        except Exception:
+            log.exception("a background response could not be read")
+        return found.own or with_status(queued, "failed", message)
 
     async def _finish(self, owner: str, response_id: str, record: StoredResponse) -> None:
         """Store the end of a run; while the storage fails, try again some times."""

@@ -211,6 +211,7 @@ class BackgroundRun:
         """Drop the events; return their size."""
         size, self.size = self.size, 0
         self.events, self.is_forgotten = [], True
+        self._foreign.clear()
         self.notify()
         return size
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -31,6 +31,7 @@ from argosy_protocol.response_object import ID_PREFIX
 from argosy_router.batch.batch_client import BatchClient
 from argosy_router.metrics import definitions as define
 from argosy_router.metrics.series import Series
+from argosy_router.proxy.request.ended_response import decoded_record
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,15 @@ PATIENCE_S: Final = 2.0
 """How long the end of an answer waits for its response to be stored."""
 MAX_WRITING_BYTES: Final = 128 * 1024 * 1024
 """A record alone may be larger."""
-_decode: Final = msgspec.json.Decoder(StoredResponse).decode
 _decode_heartbeat: Final = msgspec.json.Decoder(Heartbeat).decode
+
+
+ReadOf = Callable[[str, bytes, bool], Awaitable[StoredResponse]]
+"""Reads a record of an account, with its output or without (`LargeBodies.read_record`)."""
+
+
+async def _read_at_once(_: str, record: bytes, __: bool) -> StoredResponse:
+    return decoded_record(record)
 
 
 class ResponseStore:
@@ -53,8 +61,10 @@ class ResponseStore:
         *,
         patience_s: float = PATIENCE_S,
         now: Callable[[], float] = time.time,
+        read: ReadOf = _read_at_once,
     ) -> None:
-        """`ttl_s` is how long a response is kept; `now` is in seconds since the epoch."""
+        """`ttl_s` is how long a response is kept; `now` is in seconds since the epoch; `read` reads records."""
+        self._read = read
         self.heartbeat = RunHeartbeat(program)
         self._program = program
         self._ttl_s = ttl_s
@@ -116,10 +126,19 @@ class ResponseStore:
         await self._program.call("POST", f"{RESPONSES_PATH}/{response_id}", account, record.encoded())
 
     async def find(
-        self, account: str, response_id: str, reserve: Callable[[int], None] | None = None
+        self,
+        account: str,
+        response_id: str,
+        reserve: Callable[[int], None] | None = None,
+        *,
+        has_output: bool = False,
     ) -> StoredResponse | None:
-        """Return a record; None if the account has none of this id. `reserve` is called with its size before it is
-        read, and may refuse that by an ApiError."""
+        """Return a record; None if the account has none of this id.
+
+        Args:
+            reserve: called with its size before it is read, and may refuse that by an ApiError.
+            has_output: whether the state of its response must have the output, because a request continues it.
+        """
         if not object_ids.is_id(response_id):
             return None
         try:
@@ -128,7 +147,7 @@ class ResponseStore:
             )
         except ResponseNotFound:
             return None
-        return _decoded(answer.body)
+        return await self._decoded(account, answer.body, has_output=has_output)
 
     async def finish(
         self, account: str, response_id: str, record: StoredResponse, *, is_read: bool = True
@@ -141,7 +160,13 @@ class ResponseStore:
             )
         except ResponseNotFound:
             return None
-        return _decoded(answer.body) if is_read else None
+        return await self._decoded(account, answer.body) if is_read else None
+
+    async def _decoded(self, account: str, record: bytes, *, has_output: bool = False) -> StoredResponse:
+        try:
+            return await self._read(account, record, has_output)
+        except ValueError as error:  # msgspec's, too
+            raise StorageUnavailable from error
 
     async def remove(self, account: str, response_id: str) -> bool:
         if not object_ids.is_id(response_id):
@@ -193,10 +218,3 @@ class RunHeartbeat:
         await self._program.call("PUT", HEARTBEATS_PATH, "", msgspec.json.encode(Heartbeats(runners[:1024])))
         if self._current in runners:
             self._written = self._now()
-
-
-def _decoded(body: bytes) -> StoredResponse:
-    try:
-        return _decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StorageUnavailable from error

@@ -34,7 +34,7 @@ from argosy_protocol.response_history import (
     STEP_BYTES,
     StoredResponse,
     identifying,
-    page_of_items,
+    paging_items,
     referenced_responses,
     resolved_items,
     resolving,
@@ -295,7 +295,7 @@ class StatefulRoutes:
         found: dict[str, StoredResponse] = {}
         size = 0
         for response_id in referenced_responses(asked):
-            record = await self._stored.find(owner, response_id, reserved.grow)
+            record = await self._stored.find(owner, response_id, reserved.grow, has_output=True)
             if record is not None:
                 size += record.size
                 self._bound(size)
@@ -336,7 +336,8 @@ class StatefulRoutes:
     ) -> None:
         """Generate a response in the background."""
         owner, response_id = account.name, self._stored.new_id()
-        responses_as_chat(asked, conversation)  # its client is told of errors while it waits
+        if not takes_long(request.body):
+            responses_as_chat(asked, conversation)  # its client is told of errors while it waits
         queued = msgspec.json.encode(
             begun_response(asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p)
         )
@@ -412,9 +413,16 @@ class StatefulRoutes:
 
     async def _cancel(self, owner: str, response_id: str, reserved: BodyReservation) -> bytes:
         record = await self._find(owner, response_id, reserved)
-        if not record.state().background:
+        state = record.state()
+        if not state.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        cancelled = msgspec.Raw(with_status(bytes(record.response), "cancelled"))
+        response = bytes(record.response)
+        if state.is_finished:
+            if state.status == "cancelled":
+                self._background.end(owner, response_id)
+            return response
+        found = await self._find_response(owner, response, False, {"status": b'"cancelled"'})
+        cancelled = msgspec.Raw(found.own or with_status(response, "cancelled"))
         now = await self._stored.finish(owner, response_id, StoredResponse(cancelled, record.items))
         if now is None:
             raise response_not_found(response_id)
@@ -433,9 +441,8 @@ class StatefulRoutes:
             raise BadRequest("order must be asc or desc", param="order")
         direction: Literal["asc", "desc"] = "asc" if order == "asc" else "desc"
         record = await self._find(owner, response_id, reserved)
-        return msgspec.json.encode(
-            page_of_items(record, after=query.get("after"), limit=limit, order=direction)
-        )
+        paging = paging_items(record, after=query.get("after"), limit=limit, order=direction)
+        return msgspec.json.encode(await _in_turns(paging))
 
     def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
         self._count_rejection(request_id, error.http_status, error.reason())

@@ -6,6 +6,7 @@ Invariant: it answers each message, in order, and ends when its input does.
 A message is its length (4 bytes, big-endian) and msgpack. A `BodyJob` is followed by its body, and its answer is
 `Found`. If that is no refusal, the router sends a `Wish`, whose answer, if it has a seed, is `Measurements`, followed
 by the body if that has changed. A `ResponseJob` is followed by what an engine answered; its answer is `FoundResponse`.
+A `RecordJob` is followed by the record of a stored response; its answer is `RecordParts`, followed by the output.
 """
 
 # Not compiled: it runs as a program.
@@ -25,7 +26,7 @@ from argosy_protocol.errors import ApiError, BadRequest, InternalError, PayloadT
 from argosy_protocol.program.freed_memory import return_freed_memory
 from argosy_router.prompts.prompt_hash import MeasuredPrompts, measure
 from argosy_router.proxy.request.body_rewrite import with_fields
-from argosy_router.proxy.request.ended_response import Fields, found_response
+from argosy_router.proxy.request.ended_response import Fields, FoundRecord, found_record, found_response
 from argosy_router.proxy.request.examination import RoutedEndpoint, examine
 from argosy_router.proxy.request.examined import Examined
 from argosy_router.proxy.request.foreign_fields import keep_foreign_fields
@@ -47,6 +48,21 @@ class ResponseJob(msgspec.Struct, tag="response"):
     answer_bytes: int
     is_event: bool
     fields: Fields
+
+
+class RecordJob(msgspec.Struct, tag="record"):
+    """Find the parts of a record (see `found_record`)."""
+
+    record_bytes: int
+    has_output: bool
+
+
+class RecordParts(msgspec.Struct):
+    """What was found in a record; None if it is none."""
+
+    found: FoundRecord | None
+    output_bytes: int = 0
+    """Size of the items of its output, which follow."""
 
 
 class Refusal(msgspec.Struct):
@@ -148,9 +164,20 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             size = None if rewritten is body else len(rewritten)
             answer(Measurements.of(measure(prompts, wish.seed), size), b"" if size is None else rewritten)
 
-    while (job := received(BodyJob | ResponseJob)) is not None:
+    def read_record(job: RecordJob) -> None:
+        record = requests.read(job.record_bytes)
+        try:
+            found, output = found_record(record, has_output=job.has_output)
+        except ValueError:
+            answer(RecordParts(None))
+        else:
+            answer(RecordParts(found, len(output)), output)
+
+    while (job := received(BodyJob | ResponseJob | RecordJob)) is not None:
         if isinstance(job, BodyJob):
             read(job)
+        elif isinstance(job, RecordJob):
+            read_record(job)
         else:
             answer(found_response(requests.read(job.answer_bytes), job.is_event, job.fields))
         gc.collect()

@@ -1,7 +1,8 @@
-"""Responses of the Responses API in what engines answer: where they are, whether they have ended, and whose they are.
+"""Responses of the Responses API in what engines answer and in records: where they are, whether they have ended, and
+whose they are.
 
-Owns: which parts of an answer are the response, and say whose it is. Must not know: where responses are stored, who
-waits for them, which process reads them (`large_bodies`).
+Owns: which parts of an answer are the response, and say whose it is; the parts of a record. Must not know: where
+records are stored, who waits for them, which process reads them (`large_bodies`).
 Invariant: an answer that has the router's id already is left as it is.
 """
 
@@ -9,14 +10,18 @@ Invariant: an answer that has the router's id already is left as it is.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
 
-from argosy_protocol.response_object import ResponseState
-from argosy_router.http.sse import named_data, named_events, response_events
+from argosy_protocol.response_history import StoredResponse
+from argosy_protocol.response_object import ResponseState, ResponseStatus
+from argosy_protocol.responses import ResponseItem
+from argosy_router.http.sse import edges, named_data, named_events, response_events
 
 Fields = dict[str, bytes]
 """Fields of a response, each as JSON."""
@@ -36,6 +41,14 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_state: Final = msgspec.json.Decoder(ResponseState).decode
+_decode_record: Final = msgspec.json.Decoder(StoredResponse).decode
+_decode_item: Final = msgspec.json.Decoder(ResponseItem).decode
+_RECORD_BEGIN: Final = len(b'{"response":')
+_ITEMS_BEGIN: Final = len(b',"items":[')
+ITEMS_PER_TURN: Final = 8192
+"""Of a record, put in their places between two turns of the event loop, in some milliseconds."""
+TURN_BYTES: Final = 512 << 10
+"""Of a response's output, read between two turns."""
 
 
 class FoundResponse(msgspec.Struct):
@@ -105,9 +118,107 @@ def _with_fields(response: bytes, fields: Fields) -> bytes | None:
     return msgspec.json.encode(known | {name: msgspec.Raw(value) for name, value in fields.items()})
 
 
+class FoundRecord(msgspec.Struct):
+    """The parts of a record, by their lengths in bytes, and what its response says of itself."""
+
+    id: str = ""
+    status: ResponseStatus = "failed"
+    created_at: float = 0
+    background: bool = False
+    runner: str = ""
+    response_bytes: int = 0
+    item_bytes: bytes = b""
+    """8-byte integers of this machine."""
+    output_bytes: bytes = b""
+    """Those of the items of its output, which follow; empty if they were not asked for."""
+
+
+class ReadRecord(StoredResponse, frozen=True):
+    """A record whose response another process has read."""
+
+    known: ResponseState | None = None
+    num_bytes: int = 0
+
+    def state(self) -> ResponseState:
+        return super().state() if self.known is None else self.known
+
+    @property
+    def size(self) -> int:
+        return self.num_bytes
+
+
+def found_record(data: bytes, *, has_output: bool) -> tuple[FoundRecord, bytes]:
+    """Find the parts of a record; return them with the items of the response's output, each as JSON.
+
+    Args:
+        has_output: whether the output is wanted: a request continues the response.
+
+    Raises:
+        ValueError: it is no record, or not written as `StoredResponse.encoded` does.
+    """
+    try:
+        record = _decode_record(data)
+        state = record.state()
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    if record.encoded() != data:
+        raise ValueError("it is written otherwise")
+    output = [msgspec.json.encode(item) for item in state.output] if has_output else []
+    found = FoundRecord(
+        state.id,
+        state.status,
+        state.created_at,
+        state.background,
+        record.runner,
+        memoryview(record.response).nbytes,
+        _lengths(record.items),
+        _lengths(output),
+    )
+    return found, b"".join(output)
+
+
+def _lengths(parts: Sequence[bytes | msgspec.Raw]) -> bytes:
+    return array("Q", [memoryview(part).nbytes for part in parts]).tobytes()
+
+
+async def read_record(data: bytes, found: FoundRecord, output: bytes) -> ReadRecord:
+    """Return a record whose parts were found, in turns."""
+    view = memoryview(data)
+    at = _RECORD_BEGIN + found.response_bytes
+    response = msgspec.Raw(view[_RECORD_BEGIN:at])
+    at += _ITEMS_BEGIN
+    items: list[msgspec.Raw] = []
+    for number, length in enumerate(array("Q", found.item_bytes), 1):
+        items.append(msgspec.Raw(view[at : at + length]))
+        at += length + 1
+        if number % ITEMS_PER_TURN == 0:
+            await asyncio.sleep(0)
+    state = ResponseState(found.id, found.status, found.created_at, found.background, [])
+    begin = turn = 0
+    for length in array("Q", found.output_bytes):
+        state.output.append(_decode_item(output[begin : begin + length]))
+        begin += length
+        if begin - turn >= TURN_BYTES:
+            turn = begin
+            await asyncio.sleep(0)
+    return ReadRecord(response, items, found.runner, state, len(data))
+
+
+def decoded_record(data: bytes) -> StoredResponse:
+    """Read a short record at once.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return _decode_record(data)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+
+
 def begins_last(events: bytes) -> bool:
     """Whether one of some events ends the response."""
-    return next(named_events(events, _LAST_EVENT), None) is not None
+    return next(named_events(edges(events), _LAST_EVENT), None) is not None
 
 
 def has_response(event: bytes) -> bool:

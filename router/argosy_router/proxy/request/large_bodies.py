@@ -1,4 +1,4 @@
-"""Large bodies, and large responses: read by another process, so that the event loop goes on serving everyone else.
+"""Large bodies, responses and records: read by another process, so that the event loop goes on serving everyone else.
 
 Owns: that process, and whose body it reads next. Must not know: HTTP, attempts, how a replica is chosen.
 Invariants: one body is read at a time, and accounts take turns, so that nobody waits longer for having a neighbour with
@@ -23,6 +23,7 @@ import msgspec
 
 from argosy_protocol.errors import ApiError, InternalError, Unavailable
 from argosy_protocol.owner_slots import OwnerTurns
+from argosy_protocol.response_history import StoredResponse
 from argosy_router.auth.accounts import Account
 from argosy_router.http.server_interface import Client
 from argosy_router.metrics.definitions import LARGE_BODIES
@@ -32,13 +33,21 @@ from argosy_router.proxy.request.body_process import (
     BodyJob,
     Found,
     Measurements,
+    RecordJob,
+    RecordParts,
     ResponseJob,
     Wish,
     frame,
 )
 from argosy_router.proxy.request.call import Call
 from argosy_router.proxy.request.call_decoding import CallDraft
-from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
+from argosy_router.proxy.request.ended_response import (
+    Fields,
+    FoundResponse,
+    decoded_record,
+    found_response,
+    read_record,
+)
 from argosy_router.proxy.request.examination import RoutedEndpoint
 from argosy_router.proxy.request.examined import Examined
 
@@ -138,6 +147,17 @@ class BodyProcess:
         self._in.write(frame(ResponseJob(len(answer), is_event, fields)))
         await self._send(answer)
         return await self._received(FoundResponse)
+
+    async def find_record(self, record: bytes, has_output: bool) -> tuple[RecordParts, bytes]:
+        """Find the parts of a record, and its output.
+
+        Raises:
+            OSError, EOFError: the process has ended.
+        """
+        self._in.write(frame(RecordJob(len(record), has_output)))
+        await self._send(record)
+        parts = await self._received(RecordParts)
+        return parts, await self._out.readexactly(parts.output_bytes)
 
     async def _send(self, body: bytes) -> None:
         view = memoryview(body)
@@ -270,6 +290,24 @@ class LargeBodies:
                     self._counts.add(("unavailable",))
         log.error("a large response could not be read, and is not stored")
         return FoundResponse()
+
+    async def read_record(self, owner: str, record: bytes, has_output: bool) -> StoredResponse:
+        """Read the record of a stored response.
+
+        Args:
+            has_output: whether its output is wanted; of a short record it is there in any case.
+
+        Raises:
+            ValueError: it is none.
+            Unavailable: the other process has failed.
+        """
+        if not takes_long(record):
+            return decoded_record(record)
+        async with self._turns.turn(owner):
+            parts, output = await self._converse(lambda process: process.find_record(record, has_output))
+        if parts.found is None:
+            return decoded_record(record)  # perhaps one of another release, which is written otherwise
+        return await read_record(record, parts.found, output)
 
     def _pass_on(self, call: Call, client: Client, on_call: Callable[[Call], None]) -> None:
         try:

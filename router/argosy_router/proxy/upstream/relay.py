@@ -15,6 +15,7 @@ from argosy_router.http.sse import (
     MAX_RESPONSE_EVENT_BYTES,
     EventCutter,
     EventTooLarge,
+    edges,
     without_comments,
     without_token_ids,
 )
@@ -42,6 +43,7 @@ MAX_HELD_BYTES: Final = 512 * 1024 * 1024
 as much as is free."""
 _UNCOUNTED_BYTES: Final = 64 * 1024
 """Of each answer: nearly no event is larger."""
+_SEEN: Final = b"\n"
 _RESOURCE_BUSY: Final = b'code":"%b"' % str(ResourceUnavailable.default_code).encode()
 """End of a field's name, `code` or `error_code`, and its value."""
 
@@ -122,6 +124,8 @@ class StreamRelay:
         self._hides_progress = hides_progress
         self._before = b""
         self._last = b""
+        """The events of the last two reads; of a response, which may be long, none but whether there were any."""
+        self._response_usage: TokenUsage | None = None
         self._begun: TokenUsage | None = None
         """The usage in `message_start`; None of streams that are not Anthropic's."""
         self.failure: UpstreamError | None = None
@@ -129,9 +133,9 @@ class StreamRelay:
     @property
     def usage(self) -> TokenUsage | None:
         """The usage that the last events report: usage and `[DONE]` may come in two reads."""
-        end = self._before + self._last
         if self._is_response:
-            return response_end_usage(end)
+            return self._response_usage
+        end = self._before + self._last
         return find_usage(end) if self._begun is None else message_delta_usage(end, self._begun)
 
     @property
@@ -172,7 +176,11 @@ class StreamRelay:
             transcript.add(events)
         elif self._tally is not None:
             self._tally.add(events)
-        self._before, self._last = self._last, events
+        if self._is_response:
+            self._response_usage = response_end_usage(edges(events)) or self._response_usage
+            self._last = _SEEN
+        else:
+            self._before, self._last = self._last, events
         if transcript is not None:
             events = without_token_ids(events)
         if self._hides_progress:

@@ -1,9 +1,9 @@
 """Stream tally: how many tokens a stream has shown whose events carry no token ids.
 
 Owns: the count by usage that events report, else by text. Must not know: why the stream has no ids, who pays.
-Invariant: the count never rests on the number of events alone, because an event may show thousands of tokens. A stream
+Invariants: the count never rests on the number of events alone, because an event may show thousands of tokens. A stream
 costs a reference per read until `SCAN_BYTES` have come together; most end before, with their usage, and are never
-scanned.
+scanned. Of an event that is longer than some reads only both ends are scanned, and stand for the whole.
 
 Engines of other makes count the tokens of each choice by itself in what an event reports.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from argosy_router.http.sse import READ_BYTES
 from argosy_router.proxy.upstream.usage_scan import event_usage, num_events
 
 SCAN_BYTES: Final = 32 * 1024
@@ -36,11 +37,23 @@ _CHARACTER_BYTES: Final = 3
 class StreamTally:
     """What one stream has shown so far."""
 
-    __slots__ = ("_events", "_reported", "_text", "_text_bytes", "_unread", "_unread_bytes")
+    __slots__ = (
+        "_events",
+        "_opening",
+        "_repeats",
+        "_reported",
+        "_text",
+        "_text_bytes",
+        "_unread",
+        "_unread_bytes",
+    )
 
     def __init__(self, *, is_response: bool = False) -> None:
         """`is_response`: the stream is one of the Responses API."""
         self._text = _RESPONSE_TEXT if is_response else _TEXT
+        self._repeats = is_response
+        """Whether long events repeat what others have told."""
+        self._opening = b'"delta":"' if is_response else b'"content":"'
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._events = 0
@@ -50,10 +63,27 @@ class StreamTally:
 
     def add(self, events: bytes) -> None:
         """Add whole events."""
+        if len(events) > 2 * READ_BYTES:
+            self._add_long(events)
+            return
         self._unread.append(events)
         self._unread_bytes += len(events)
         if self._unread_bytes > SCAN_BYTES:
             self._read()
+
+    def _add_long(self, events: bytes) -> None:
+        """Add events of which the first is longer than some reads."""
+        self._read()
+        before, between = self._text_bytes, len(events) - SCAN_BYTES - READ_BYTES
+        front, back = events[:SCAN_BYTES].rstrip(b"\\") + b'"', events[-READ_BYTES:]
+        self._scan(front)
+        shown = self._text_bytes - before
+        if any(text.end() == len(front) for text in self._text.finditer(front)):  # that goes on behind it
+            self._text_bytes += between
+            back = self._opening + back
+        elif shown > 0 and not self._repeats:
+            self._text_bytes += shown * between // SCAN_BYTES
+        self._scan(back)
 
     def tokens(self, bytes_per_token: float) -> int:
         """Return the tokens of all choices that were shown: those that events report, and for what came after the last
@@ -65,6 +95,10 @@ class StreamTally:
         events = b"".join(self._unread)
         self._unread = []
         self._unread_bytes = 0
+        self._scan(events)
+
+    def _scan(self, events: bytes) -> None:
+        """Count what events show."""
         reported_until = 0
         for choice, tokens, end in event_usage(events):
             reported_until = end

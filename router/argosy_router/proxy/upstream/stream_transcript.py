@@ -26,8 +26,13 @@ READ_BYTES = 32 * 1024
 """Some 120 events: most streams end before, and are never parsed. 5,000 open ones hold 160 MB at most."""
 MAX_TOKENS = 1 << 20
 """Of all choices. A longer stream is not continued: 4 MB of memory, 7 MB of request."""
+MAX_EVENTS = 8192
+"""Parsed at once, which takes some 30 ms: a read has a third of them if they are as short as an engine's are."""
+MAX_PARSED_BYTES = 1 << 20
+"""Of an event beside its comment. Our engines split longer ones; one that is full of short values takes 40 ms."""
 DONE = b"data: [DONE]\n\n"
 _DATA = b"data: "
+_decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class Transcript:
@@ -87,6 +92,7 @@ class Transcript:
         self._unread = []
         self._unread_bytes = 0
         before = self.num_tokens
+        self._is_readable = self._is_readable and events.count(b"\n\n") <= MAX_EVENTS
         if self._is_readable and self._read_events(events):
             self._is_readable = self.num_tokens <= MAX_TOKENS
         else:
@@ -129,6 +135,8 @@ class Transcript:
         if data == b"[DONE]":
             self._is_done = True
             return
+        if len(data) > MAX_PARSED_BYTES:
+            raise LookupError("a long event")
         chunk = decode_chunk(data)
         self._created = self._created or chunk.created
         self._has_usage = self._has_usage or (chunk.usage is not None and not chunk.choices)
@@ -146,8 +154,10 @@ class Transcript:
 
     def _read_comment(self, comment: bytes) -> None:
         index, _, token_ids = comment.removeprefix(ID_COMMENT).partition(b" ")
+        if token_ids.count(b",") >= MAX_TOKENS:
+            raise LookupError("more ids than a stream that is continued may have")
         if token_ids:
-            self._add_tokens(int(index), [int(token_id) for token_id in token_ids.split(b",")])
+            self._add_tokens(int(index), _decode_ids(b"[%b]" % token_ids))
 
     def _add_tokens(self, index: int, token_ids: list[int]) -> None:
         if index < 0:

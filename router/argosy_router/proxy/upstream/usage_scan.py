@@ -18,7 +18,7 @@ TAIL_BYTES: Final = 2048
 """Length of the longest usage that is found; with details a usage takes a few hundred bytes."""
 
 MAX_LOOKS: Final = 1000
-"""So many objects by this name are looked into, from the end of an answer or event. Who sends a request, or an engine,
+"""So many objects by this name are looked into, from one end of an answer or event. Who sends a request, or an engine,
 may have written a million of them; few fields come behind the usage."""
 
 _KEY: Final = b'"usage"'
@@ -32,7 +32,6 @@ _CHOICES: Final = b'"choices"'
 _INDEX: Final = b'"index"'
 _OBJECT: Final = re.compile(rb"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 """What follows a key whose value is an object of numbers, or of objects of numbers."""
-_EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
 _RESPONSE_END: Final = response_events(b"completed", b"incomplete", b"failed")
@@ -207,11 +206,21 @@ class _Bounds:
         events = self._events
         begin = max(events.rfind(b"\n\n", since, at), since)
         begin = max(events.rfind(b"\n\r\n", begin, at), begin)
+        return begin, self._blank(at)
+
+    def end_of(self, begin: int) -> int:
+        """Return where the event ends that begins here, its blank line included."""
+        blank = self._blank(begin)
+        return min(len(self._events), blank + (3 if self._events.startswith(b"\n\r", blank) else 2))
+
+    def _blank(self, at: int) -> int:
+        """Return where the next blank line is, from a position on."""
+        events = self._events
         if self._lf < at:
             self._lf = _found(events.find(b"\n\n", at), events)
         if self._crlf < at:
             self._crlf = _found(events.find(b"\n\r\n", at), events)
-        return begin, min(self._lf, self._crlf)
+        return min(self._lf, self._crlf)
 
 
 def _found(position: int, events: bytes) -> int:
@@ -249,21 +258,32 @@ def without_usage(events: bytes) -> bytes:
     """Drop from whole events the one that reports the usage and nothing else."""
     if events.rfind(_KEY) < 0 or _NO_CHOICES.search(events) is None:  # null may be in every event
         return events
-    return b"".join(
-        event for event in _EVENT_END.split(events) if _KEY not in event or _NO_CHOICES.search(event) is None
-    )
+    kept: list[bytes] = []
+    bounds = _Bounds(events)
+    begin = done = 0
+    while begin < len(events):
+        end = bounds.end_of(begin)
+        if events.find(_KEY, begin, end) >= 0 and _NO_CHOICES.search(events, begin, end) is not None:
+            kept.append(events[done:begin])
+            done = end
+        begin = end
+    return b"".join((*kept, events[done:])) if kept else events
 
 
 def without_progress(events: bytes) -> bytes:
     """Drop the usage from whole events that have choices too."""
     kept: list[bytes] = []
     bounds = _Bounds(events)
-    done = at = end = 0
+    done = at = end = looks = 0
     is_last = False
     while (start := events.find(_KEY, at)) >= 0:
         if start >= end:  # in another event
             begin, end = bounds.around(start, end)
-            is_last = _has_no_choices(events, begin, end)
+            is_last, looks = _has_no_choices(events, begin, end), 0
+        looks += 1
+        if looks > MAX_LOOKS:
+            at = end
+            continue
         at = start + len(_KEY)
         value = None if is_last else _OBJECT.match(events, at)
         if value is None:
