@@ -2,11 +2,13 @@
 
 Invariants: ready means that something can be read and all of that was listed, whether this operator leads or waits to;
 alive means that the last resync is at most three periods ago, so that a process whose watches or API access died
-silently is restarted. Neither depends on a namespace that is refused while another one is not.
+silently is restarted; neither depends on a namespace that is refused while another one is not; metrics are written out
+once in METRICS_PAUSE at most, as any pod of the cluster may ask for them, and they take a moment for each service.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Final
 
@@ -15,6 +17,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from argosy_operator.reconcile.controller import Controller
 
+METRICS_PAUSE: Final = 1.0
+"""Seconds for which whoever asks for metrics gets the same."""
 _PERIODS: Final = 3
 """Resync periods without a resync after which the process counts as dead."""
 
@@ -34,11 +38,15 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
         body |= ({"reason": reason} if reason else {}) | ({"unreadable": unreadable} if unreadable else {})
         return web.json_response(body, status=503 if reason else 200)
 
+    written: tuple[float, bytes] | None = None
+
     async def metrics(request: web.Request) -> web.Response:
-        controller.count_services()
-        return web.Response(
-            body=generate_latest(controller.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+        nonlocal written
+        now = asyncio.get_running_loop().time()
+        if written is None or now - written[0] >= METRICS_PAUSE:
+            controller.count_services()
+            written = now, generate_latest(controller.metrics.registry)
+        return web.Response(body=written[1], headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)

@@ -60,16 +60,25 @@ class Reporter:
         scaling: ScalingStatus | None = None,
         *,
         asked: int | None = None,
+        contested: tuple[str, ...] = (),
     ) -> None:
         """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on, `asked` the stored
-        spec.replicas, if the service has another number by spec.scaling.
+        spec.replicas, if the service has another number by spec.scaling, `contested` the children that are left as
+        others change them.
 
         Raises:
             ApiError: the API server refused the status.
         """
         now, name = self._now(), (service.metadata.namespace, service.metadata.name)
         report = status(
-            service, observed, plan, config=self._config, now=now, failure=failure, scaling=scaling
+            service,
+            observed,
+            plan,
+            config=self._config,
+            now=now,
+            failure=failure,
+            scaling=scaling,
+            contested=contested,
         )
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
