@@ -35,6 +35,7 @@ from argosy_operator.status.replica_problems import (
     lost_node,
     problem_message,
     unmounted,
+    unready_too_long,
     unschedulable,
     unschedulable_too_long,
     without_workers,
@@ -178,6 +179,8 @@ def progressing(view: ServiceView) -> ConditionState:
     if counts.alive != counts.desired:
         return ConditionState("True", "Scaling", so_far)
     if counts.routable < counts.desired:
+        if (late := unready_too_long(view)) and not is_excused:
+            return ConditionState("False", "ProgressDeadlineExceeded", f"{late}: {so_far}")
         return ConditionState("True", "WaitingForReplicas", so_far)
     return ConditionState("False", "Complete", so_far)
 
