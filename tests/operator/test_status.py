@@ -477,7 +477,9 @@ async def looked_at_again(resource: dict[str, Any], *pods: Pod) -> list[float]:
     [("2025-12-31T23:29:59Z", True), ("2025-12-31T23:30:01Z", False), ("", False)],
     ids=["too long", "not long", "not told"],
 )
-async def test_a_replica_that_does_not_become_ready_is_no_progress_for_ever(since: str, is_late: bool) -> None:
+async def test_a_replica_that_does_not_become_ready_is_no_progress_for_ever(
+    since: str, is_late: bool
+) -> None:
     """Kubernetes has a deadline for rollouts, and none for a replica that takes the place of another one."""
     starting = new(1, **STARTING, unready_since=since)
     made = report((starting, new(2)))
@@ -494,8 +496,8 @@ async def test_a_replica_that_does_not_become_ready_is_no_progress_for_ever(sinc
 
 
 def test_since_when_a_pod_is_not_ready() -> None:
-    for status, since in (("False", "2025-12-31T23:00:00Z"), ("True", "")):
-        condition = {"type": "Ready", "status": status, "lastTransitionTime": "2025-12-31T23:00:00Z"}
+    for value, since in (("False", "2025-12-31T23:00:00Z"), ("True", "")):
+        condition = {"type": "Ready", "status": value, "lastTransitionTime": "2025-12-31T23:00:00Z"}
         assert read_pod(pod_object("p", conditions=[condition])).unready_since == since
 
 
