@@ -29,7 +29,7 @@ from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
-from argosy_operator.process.health import health_app
+from argosy_operator.process.health import MAX_CONNECTIONS, health_app, serve_health
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet_keys import FleetKeys
@@ -267,6 +267,28 @@ async def test_health_and_metrics(tmp_path: Path) -> None:
         async with session.get(f"{url}/metrics") as response:
             assert "argosy_operator_api_writes_total" in await response.text()
     await runner.cleanup()
+
+
+async def test_connections_that_nobody_ends_keep_the_probes_from_nothing() -> None:
+    cluster = FakeKubernetes()
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    app = health_app(controller, resync_seconds=300)
+    async with serve_health(app, 0, "127.0.0.1") as port, asyncio.timeout(60):
+        held = []
+        for _ in range(MAX_CONNECTIONS + 10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nx: ")
+            held.append((reader, writer))
+        for reader, _ in held[:10]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b"", "the oldest are closed"
+        async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}/healthz") as response:
+            assert response.status == 200
+        for _, writer in held:
+            writer.close()
 
 
 @virtual_time
