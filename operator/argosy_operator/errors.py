@@ -4,6 +4,8 @@ OperatorError
 ├── ApiError          the API server refused or did not answer; retried with back-off
 ├── ChildNotOwned     an object with a child's name has another owner; a person must rename one of the two
 └── SecretReserved    a service names a Secret that an operator has made; its author must remove it
+
+HistoryLost           the cluster's state was replaced by an earlier one; the process ends
 """
 
 from __future__ import annotations
@@ -55,3 +57,8 @@ class SecretReserved(OperatorError):
     """A service names Secrets that an operator has made, as their labels say."""
 
     reason = "ObjectReserved"
+
+
+class HistoryLost(Exception):
+    """The API server's versions are earlier than before, so that nothing new can be told from what is stored. No
+    service's failure, and none that another attempt of this process gets over."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
-from aiohttp import web
 
 from argosy_operator.cluster import load_watch, router_watch
 from argosy_operator.cluster.api_server import Api
@@ -28,7 +28,7 @@ from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.errors import OperatorError
 from argosy_operator.names import UNREADABLE_ANNOTATION
 from argosy_operator.process.event_source import watch
-from argosy_operator.process.health import health_app
+from argosy_operator.process.health import health_app, serve_health
 from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
 from argosy_operator.process.leader_election import LeaderElection
 from argosy_operator.reconcile.controller import Controller
@@ -36,7 +36,6 @@ from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.load_report import LOAD_PATH, LoadReport
 from argosy_protocol.program.freed_memory import return_freed_memory
-from argosy_protocol.program.listen import explain_listen_errors
 from argosy_protocol.program.short_collections import ShortCollections
 from argosy_protocol.routable_report import REPORT_PATH, RoutableReport
 
@@ -198,23 +197,12 @@ def _on_signals(stop: Callable[[], None]) -> Callable[[], None]:
     return claim
 
 
-class _served:  # noqa: N801 - used like a function
-    """Serve the health port while the context lasts."""
-
-    def __init__(self, controller: Controller, config: OperatorConfig, port: int) -> None:
-        self._runner = web.AppRunner(
-            health_app(controller, resync_seconds=config.resync_seconds), access_log=None
-        )
-        self._port = port
-
-    async def __aenter__(self) -> None:
-        await self._runner.setup()
-        if self._port:
-            with explain_listen_errors("", self._port, port_flag="--health-port"):
-                await web.TCPSite(self._runner, None, self._port).start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+def _served(
+    controller: Controller, config: OperatorConfig, port: int
+) -> contextlib.AbstractAsyncContextManager[Any]:
+    """Serve the health port while the context lasts; nothing for port 0."""
+    app = health_app(controller, resync_seconds=config.resync_seconds)
+    return serve_health(app, port) if port else contextlib.nullcontext()
 
 
 if __name__ == "__main__":

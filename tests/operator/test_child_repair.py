@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from builders import CONFIG, isvc, isvc_object
 from fake_kubernetes import FakeKubernetes, Object, pod_key
 from harness import (
+    ROUTER_POD,
     Operator,
     deployment,
+    edit_engine,
     is_ready,
     new_cluster,
     settled,
@@ -33,6 +35,7 @@ from argosy_operator.kinds import (
     SERVICES,
     Kind,
     kind_of,
+    object_name,
 )
 from argosy_operator.names import FIELD_MANAGER
 from argosy_operator.observed.observation import Observation
@@ -387,3 +390,70 @@ async def test_contested_children_of_deleted_services_are_forgotten() -> None:
         assert writer.num_contested == 1
         store.remove(DEPLOYMENTS, stored)
         cluster.remove((DEPLOYMENTS, "team", f"tiny-{number}-engine"))
+
+
+class ContestedDeployments(FakeKubernetes):
+    """A webhook changes each Deployment that is applied."""
+
+    change: Callable[[Object], None] = staticmethod(lambda spec: None)
+
+    async def apply(self, manifest: Object) -> Object:
+        stored = await super().apply(manifest)
+        if manifest["kind"] != "Deployment":
+            return stored
+        self.change(stored["spec"])
+        self.overwrite((DEPLOYMENTS, *object_name(stored)), stored)
+        return copy.deepcopy(self.objects[DEPLOYMENTS, *object_name(stored)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda spec: spec.update(replicas=3), id="number"),
+        pytest.param(lambda spec: spec.update(paused=True), id="paused"),
+    ],
+)
+@virtual_time
+async def test_a_child_that_is_left_as_others_change_it_is_told_and_is_no_progress(
+    change: Callable[[Object], None],
+) -> None:
+    cluster = ContestedDeployments()
+    cluster.create(ROUTER_POD)
+    cluster.change = change
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        await operator.settle()
+        for kind, status in (
+            ("Ready", "False"),
+            ("Progressing", "False"),
+            ("Degraded", "True"),
+            ("Stalled", "True"),
+        ):
+            found = cluster.condition(kind)
+            assert (found["status"], found["reason"]) == (status, "ChildContested")
+            assert "changes Deployment tiny-engine" in found["message"]
+        assert cluster.condition("Reconciling")["status"] == "False"
+        cluster.writes.clear()
+        await asyncio.sleep(3600)
+        assert cluster.writes == []
+        cluster.change = lambda spec: None
+        edit_engine(cluster, maxNumSeqs=5)
+        await operator.settle()
+    assert is_ready(cluster)
+
+
+@virtual_time
+async def test_a_webhook_that_changes_images_keeps_no_service_from_being_ready() -> None:
+    cluster = ContestedDeployments()
+    cluster.create(ROUTER_POD)
+    cluster.change = lambda spec: spec["template"]["spec"]["containers"][0].update(image="mirror/engine:test")
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(replicas=2))
+        reasons = set()
+        for _ in range(60):
+            await asyncio.sleep(1)
+            cluster.step()
+            reasons.add(cluster.condition("Progressing")["reason"])
+        assert is_ready(cluster)
+        assert operator.controller.queue.is_idle
+    assert "ChildContested" not in reasons

@@ -345,7 +345,7 @@ async def test_a_worker_that_cannot_go_costs_its_replica() -> None:
         assert len(fresh) == 1
 
 
-@pytest.mark.parametrize("state", ["", "refused", "paused"])
+@pytest.mark.parametrize("state", ["", "refused", "paused", "budget refused"])
 @virtual_time
 async def test_a_leader_that_cannot_go_keeps_no_workers(state: str) -> None:
     now = [in_time()]
@@ -359,6 +359,9 @@ async def test_a_leader_that_cannot_go_keeps_no_workers(state: str) -> None:
         elif state == "refused":
             cluster.is_refused = lambda obj: obj["kind"] == "Deployment"
             edit_engine(cluster, threads=2)
+        elif state == "budget refused":
+            cluster.is_refused = lambda obj: obj["kind"] == "PodDisruptionBudget"
+            cluster.edit("tiny", lambda spec: spec.update(podDisruptionBudget={"maxUnavailable": 0}))
         cluster.is_stuck = lambda each: each["metadata"]["uid"] == leader["metadata"]["uid"]
         cluster.remove((PODS, "team", leader["metadata"]["name"]))
         await until_still(cluster)
@@ -372,7 +375,7 @@ async def test_a_leader_that_cannot_go_keeps_no_workers(state: str) -> None:
             cluster.step()
         assert worker["metadata"]["uid"] not in {each["metadata"]["uid"] for each in workers(cluster)}
         assert len(workers(cluster)) == 1, "those of its successor"
-        assert is_ready(cluster) is (state != "refused")
+        assert is_ready(cluster) is ("refused" not in state)
 
 
 async def until_still(cluster: FakeKubernetes) -> None:

@@ -11,11 +11,13 @@ from urllib.parse import parse_qs
 
 import kopf
 import pytest
-from aiohttp import ClientError, ClientSession
+from aiohttp import ClientError, ClientSession, web
+from aiohttp.typedefs import Handler
 from builders import CONFIG, isvc_object
+from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter, http_fetch_of
-from served_cluster import PATIENCE, served, until
+from served_cluster import PATIENCE, served, served_app, until
 
 from argosy_operator import main
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH
@@ -75,6 +77,39 @@ async def test_refused_watches_begin_anew(
             # kopf retrieves no exception of a watch. asyncio reports one when the task is collected, with a traceback,
             # for which Python parses source: an `ast.parse` in which the collector begins would fail then.
             gc.collect()
+
+
+async def test_watches_that_end_at_once_are_not_begun_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeKubernetes()
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr(event_source, "WATCH_PAUSE", 0.2)
+    server = FakeApiServer(cluster)
+    begun: dict[str, list[float]] = {}
+
+    @web.middleware
+    async def ending(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.query.get("watch") != "true" or "allowWatchBookmarks" not in request.query:
+            return await handler(request)
+        begun.setdefault(request.path, []).append(asyncio.get_running_loop().time())
+        return web.Response()
+
+    app = server.app()
+    app.middlewares.insert(0, ending)
+    async with served_app(app, tmp_path, monkeypatch):
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: len(begun) == KINDS and min(map(len, begun.values())) >= 5)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    pauses = [after - before for times in begun.values() for before, after in itertools.pairwise(times)]
+    assert min(pauses) > 0.1
 
 
 async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(

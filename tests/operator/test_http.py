@@ -15,10 +15,12 @@ from urllib.parse import parse_qs
 import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, web
+from aiohttp.test_utils import make_mocked_request
 from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes
 from harness import FakeFetchers, FakeRouter, http_fetch_of
 from served_cluster import served, served_app, until
+from virtual_time import virtual_time
 
 from argosy_operator import main
 from argosy_operator.cluster import kubernetes_api, router_reports
@@ -27,7 +29,7 @@ from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
-from argosy_operator.process.health import health_app
+from argosy_operator.process.health import MAX_CONNECTIONS, health_app, serve_health
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet_keys import FleetKeys
@@ -265,6 +267,52 @@ async def test_health_and_metrics(tmp_path: Path) -> None:
         async with session.get(f"{url}/metrics") as response:
             assert "argosy_operator_api_writes_total" in await response.text()
     await runner.cleanup()
+
+
+async def test_connections_that_nobody_ends_keep_the_probes_from_nothing() -> None:
+    cluster = FakeKubernetes()
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    app = health_app(controller, resync_seconds=300)
+    async with serve_health(app, 0, "127.0.0.1") as port, asyncio.timeout(60):
+        held = []
+        for _ in range(MAX_CONNECTIONS + 10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nx: ")
+            held.append((reader, writer))
+        for reader, _ in held[:10]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b"", "the oldest are closed"
+        async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}/healthz") as response:
+            assert response.status == 200
+        for _, writer in held:
+            writer.close()
+
+
+@virtual_time
+async def test_metrics_are_written_out_once_a_second_however_often_they_are_asked_for() -> None:
+    cluster = FakeKubernetes()
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    app = health_app(controller, resync_seconds=300)
+
+    async def asked() -> bytes:
+        request = make_mocked_request("GET", "/metrics")
+        answer = await (await app.router.resolve(request)).handler(request)
+        assert isinstance(answer, web.Response)
+        assert isinstance(answer.body, bytes)
+        return answer.body
+
+    first = await asked()
+    controller.metrics.routers.set(7)
+    await asyncio.sleep(0.9)
+    assert await asked() == first
+    await asyncio.sleep(0.2)
+    assert b"argosy_operator_routers_alive 7.0" in await asked()
 
 
 def test_wrong_settings_end_the_process(

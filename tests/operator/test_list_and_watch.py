@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from builders import isvc_object
+from builders import CONFIG, isvc_object
 from fake_kubernetes import FakeKubernetes, Object
-from harness import Operator, new_cluster
+from harness import FakeFetchers, FakeRouter, Operator, new_cluster
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
@@ -18,7 +18,9 @@ from virtual_time import virtual_time
 
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.cluster.store import Listing, Store
+from argosy_operator.errors import HistoryLost
 from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Kind
+from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.fleet import decode_fleet
 
 SOON = 20
@@ -80,6 +82,41 @@ async def test_after_an_expired_watch_everything_is_read_anew() -> None:
         await asyncio.sleep(SOON)
         published = [each.name for each in decode_fleet(cluster.fleet()).services]
     assert published == ["stays"]
+
+
+class RestoredBackup(FakeKubernetes):
+    """Its lists have earlier versions from some moment on."""
+
+    backwards = 0
+
+    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
+        found = await super().list(kind, namespace=namespace, labels=labels)
+        return ObjectList(found.items, str(int(found.version) + 1000 - self.backwards))
+
+
+@virtual_time
+async def test_the_operator_ends_when_the_cluster_has_gone_back_to_an_earlier_state() -> None:
+    """What is stored is of later versions than all that is to come, so no event would count."""
+    cluster = RestoredBackup()
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    cluster.create(isvc_object())
+    await controller.start()
+    work = asyncio.create_task(controller.run())
+    await asyncio.sleep(400)
+    cluster.backwards = 500
+    controller.list_again(None)
+    await asyncio.sleep(SOON)
+    cluster.backwards = 0
+    await asyncio.sleep(700)
+    assert not work.done(), "it was a little behind"
+    cluster.backwards = 500
+    with pytest.raises(ExceptionGroup) as caught:
+        await work
+    (error,) = caught.value.exceptions
+    assert isinstance(error, HistoryLost)
 
 
 class ListAndWatch(RuleBasedStateMachine):

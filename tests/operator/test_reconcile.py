@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import datetime
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness import (
     first_writes,
     is_ready,
     new_cluster,
+    num_routable,
     settled,
 )
 from virtual_time import run, virtual_time
@@ -579,3 +581,89 @@ async def test_changes_of_many_pods_are_gathered() -> None:
         assert before is not None
         assert after is not None
         assert 1 <= after - before <= 2
+
+
+class SlowNamespace(FakeKubernetes):
+    """A webhook of one namespace does not answer: each change there is refused with 500 after its deadline."""
+
+    async def apply(self, manifest: Object) -> Object:
+        if manifest["metadata"]["namespace"] == "slow":
+            await asyncio.sleep(10)
+            raise ApiError("PATCH", 500, "failed calling webhook: context deadline exceeded")
+        return await super().apply(manifest)
+
+
+@virtual_time
+async def test_services_whose_changes_take_long_hold_up_no_other_namespace() -> None:
+    cluster = SlowNamespace()
+    cluster.create(ROUTER_POD)
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object())
+        await operator.settle()
+        for number in range(100):
+            cluster.create(isvc_object(f"slow-{number}", namespace="slow"))
+        await asyncio.sleep(30)
+        for number in range(77, 80):
+            edit_engine(cluster, maxNumSeqs=number)
+            await asyncio.sleep(2)
+            assert f"'{number}'" in str(deployment(cluster)["spec"]["template"]["spec"]["containers"])
+
+
+@virtual_time
+async def test_a_service_that_cannot_be_read_stays_with_routers_as_it_was() -> None:
+    cluster = new_cluster()
+
+    def published() -> dict[str, tuple[str, ...]]:
+        return {
+            each.qualified_name: (each.model, *each.aliases)
+            for each in decode_fleet(cluster.fleet()).services
+        }
+
+    async with Operator(cluster) as operator:
+        cluster.create(isvc_object(model={"source": "builtin://tiny", "aliases": ["wanted"]}))
+        await operator.settle()
+        cluster.edit("tiny", lambda spec: spec.update(replicas="many"))
+        cluster.create(
+            isvc_object("new", namespace="other", model={"source": "builtin://tiny", "servedName": "wanted"})
+        )
+        await operator.settle()
+        assert cluster.condition("Ready")["reason"] == "InvalidSpec"
+        assert num_routable(cluster) == 1
+        assert published() == {"team/tiny": ("tiny", "wanted"), "other/new": ("other/new",)}
+        operator.controller.count_services()
+        reported = operator.controller.metrics.registry.get_sample_value(
+            "argosy_operator_service_not_ready",
+            {"service_namespace": "team", "service_name": "tiny", "reason": "InvalidSpec"},
+        )
+        assert reported == 1
+    async with Operator(cluster) as operator:  # which never saw it as it was
+        await operator.settle()
+        assert published()["team/tiny"] == ("tiny", "wanted")
+    cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
+    cluster.create(isvc_object())
+    cluster.edit("tiny", lambda spec: spec.update(replicas="many"))
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        assert "team/tiny" not in published(), "it is another one of this name"
+
+
+@virtual_time
+async def test_pods_that_tenants_label_as_routers_cost_no_look_at_all_pods() -> None:
+    cluster = new_cluster()
+
+    def pod(namespace: str, name: str, component: str, version: int) -> Object:
+        labels = {"app.kubernetes.io/name": "argosy", "app.kubernetes.io/component": component}
+        metadata = {"name": name, "namespace": namespace, "uid": f"uid-{name}", "labels": labels}
+        return {**ROUTER_POD, "metadata": {**metadata, "resourceVersion": str(version)}}
+
+    async with Operator(cluster) as operator:
+        await operator.settle()
+        for number in range(5000):
+            operator.controller.handle(PODS, "ADDED", pod("team", f"engine-{number}", "engine", 1000))
+        costs = []
+        for component in ("engine", "router"):
+            began = time.thread_time()
+            for version in range(2000, 2100):
+                operator.controller.handle(PODS, "MODIFIED", pod("team", component, component, version))
+            costs.append(time.thread_time() - began)
+        assert costs[1] < 5 * costs[0]

@@ -472,6 +472,35 @@ async def looked_at_again(resource: dict[str, Any], *pods: Pod) -> list[float]:
     return later
 
 
+@pytest.mark.parametrize(
+    ("since", "is_late"),
+    [("2025-12-31T23:29:59Z", True), ("2025-12-31T23:30:01Z", False), ("", False)],
+    ids=["too long", "not long", "not told"],
+)
+async def test_a_replica_that_does_not_become_ready_is_no_progress_for_ever(
+    since: str, is_late: bool
+) -> None:
+    """Kubernetes has a deadline for rollouts, and none for a replica that takes the place of another one."""
+    starting = new(1, **STARTING, unready_since=since)
+    made = report((starting, new(2)))
+    late = ("ProgressDeadlineExceeded", "AsExpected")
+    found = states(made)
+    assert found["Progressing"] == (("False", late[0]) if is_late else ("True", "WaitingForReplicas"))
+    assert found["Reconciling"][0] == ("False" if is_late else "True")
+    for kind in ("Degraded", "Stalled"):
+        assert found[kind] == (("True", late[0]) if is_late else ("False", late[1]))
+    told = next(each.message for each in made.conditions if each.type == "Progressing")
+    assert ("pod new-1 has not been ready for 1800 s" in told) is is_late
+    again = await looked_at_again(isvc_object(replicas=1), starting)
+    assert again == ([1.0] if since and not is_late else [])
+
+
+def test_since_when_a_pod_is_not_ready() -> None:
+    for value, since in (("False", "2025-12-31T23:00:00Z"), ("True", "")):
+        condition = {"type": "Ready", "status": value, "lastTransitionTime": "2025-12-31T23:00:00Z"}
+        assert read_pod(pod_object("p", conditions=[condition])).unready_since == since
+
+
 async def test_the_service_is_looked_at_again_when_its_volumes_have_taken_too_long() -> None:
     starting = new(1, **STARTING, unmounted_since="2025-12-31T23:59:00Z")
     assert await looked_at_again(isvc_object(replicas=1), starting) == [60.0]

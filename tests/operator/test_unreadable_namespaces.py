@@ -252,6 +252,18 @@ async def test_an_api_server_that_is_away_is_asked_for_two_namespaces_only() -> 
 
 
 @virtual_time
+async def test_two_namespaces_without_an_answer_keep_no_other_one_from_being_listed() -> None:
+    cluster = refusing_cluster()
+    cluster.refused = {"team": 0, "other": 0}
+    async with operator_of(cluster) as operator:
+        await asyncio.sleep(SOON)
+        assert not operator.controller.unready_reason
+        cluster.create(isvc_object("mine", namespace="third"))
+        await operator.settle()
+        assert cluster.is_ready_in("third", "mine")
+
+
+@virtual_time
 async def test_an_outage_has_no_events_when_it_is_over() -> None:
     cluster = refusing_cluster()
     async with operator_of(cluster, lease=LEASE) as operator:

@@ -1,8 +1,9 @@
-"""The queue of keys: one worker per key, back-off after failures."""
+"""The queue of keys: one worker per key, back-off after failures, turns of owners."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from virtual_time import virtual_time
@@ -12,7 +13,7 @@ from argosy_operator.reconcile.workqueue import BACKOFF_MAX, WorkQueue
 
 @virtual_time
 async def test_queue_works_on_a_key_once_at_a_time() -> None:
-    queue: WorkQueue[str] = WorkQueue()
+    queue: WorkQueue[str] = WorkQueue(owner_of=str, workers=2)
     queue.add("a")
     queue.add("a")
     assert await queue.get() == "a"
@@ -29,7 +30,7 @@ async def test_queue_works_on_a_key_once_at_a_time() -> None:
 @virtual_time
 async def test_queue_backs_off_and_forgives() -> None:
     loop = asyncio.get_running_loop()
-    queue: WorkQueue[str] = WorkQueue()
+    queue: WorkQueue[str] = WorkQueue(owner_of=str, workers=1)
     queue.add("a")
     waits = []
     for _ in range(12):
@@ -50,3 +51,50 @@ async def test_queue_backs_off_and_forgives() -> None:
     await queue.get()
     assert loop.time() - since <= 0.25, "success ends the back-off"
     queue.close()
+
+
+def owner_of(key: str) -> str:
+    return key[0]
+
+
+async def taken(queue: WorkQueue[str]) -> list[str]:
+    """What workers take that come one after the other, until one has to wait."""
+    found = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            while True:
+                found.append(await queue.get())
+    return found
+
+
+@virtual_time
+async def test_owners_take_turns() -> None:
+    queue: WorkQueue[str] = WorkQueue(owner_of=owner_of, workers=1)
+    for key in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        queue.add(key)
+    order = []
+    while not queue.is_idle:
+        order.append(await queue.get())
+        queue.done(order[-1])
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+@virtual_time
+async def test_owners_whose_keys_take_long_leave_workers_to_others() -> None:
+    queue: WorkQueue[str] = WorkQueue(owner_of=owner_of, workers=8)
+    for key in range(10):
+        queue.add(f"a{key}")
+    assert await taken(queue) == ["a0", "a1", "a2", "a3"]
+    found = {}
+    for owner in "bcd":
+        for key in range(10):
+            queue.add(f"{owner}{key}")
+        found[owner] = await taken(queue)
+    assert found == {"b": ["b0", "b1"], "c": ["c0"], "d": ["d0"]}, "each leaves one to the next"
+    queue.done("a0")
+    assert await taken(queue) == [], "kept for one who has none"
+    queue.add("e0")
+    assert await taken(queue) == ["e0"]
+    for key in ("a1", "a2", "a3"):
+        queue.done(key)
+    assert await taken(queue) == ["a4", "c1"]

@@ -60,6 +60,7 @@ _REFUSED: Final = (
     "ObjectReserved",
     *_LOST_NAME,
     "ChildNotOwned",
+    "ChildContested",
     "NodeCacheDisabled",
     "NodeCacheElsewhere",
     "ApiError",

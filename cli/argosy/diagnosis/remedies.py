@@ -24,6 +24,7 @@ REMEDIES: Final[dict[str, str]] = {
     "NameReserved": "wait, or change spec.model.servedName or spec.model.aliases",
     "FleetDocumentFull": "delete services of this namespace, or give them fewer and shorter aliases",
     "ChildNotOwned": "rename or delete the object, or rename the service",
+    "ChildContested": "exempt the object that the message names from the webhook or controller that changes it",
     "ModelFetchFailed": "remove the cause that the message names; the fetch is tried again by itself",
     "ModelStoreLocked": "look at the pods that use the volume, and delete the one that stands still",
     "StoreLocked": "look at the pods that use the volume, and delete the one that stands still",

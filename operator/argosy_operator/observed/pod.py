@@ -68,6 +68,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """When that status was written (RFC 3339); empty if it never was."""
     is_ready: bool = False
     """The pod's condition Ready: containers ready, gate open, and the node answers."""
+    unready_since: str = ""
+    """Since when that is false (RFC 3339); empty while it is true, and before the kubelet has said so."""
     is_lost: bool = False
     """Its node does not answer: the node controller set Ready to False, and the kubelet reports nothing any more."""
     unschedulable: str = ""
@@ -215,6 +217,7 @@ def read_pod(obj: Object) -> Pod:
         gate=conditions.get(ROUTABLE_GATE, {}).get("status", ""),
         gate_since=conditions.get(ROUTABLE_GATE, {}).get("lastTransitionTime") or "",
         is_ready=conditions.get("Ready", {}).get("status") == "True",
+        unready_since=_unready_since(conditions),
         is_lost=_is_lost(conditions),
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         unschedulable_since=scheduled.get("lastTransitionTime") or (created if gated else ""),
@@ -274,6 +277,11 @@ def _unmounted_since(conditions: Mapping[str, Object]) -> str:
     if scheduled.get("status") != "True" or prepared.get("status") != "False":
         return ""
     return scheduled.get("lastTransitionTime") or ""
+
+
+def _unready_since(conditions: Mapping[str, Object]) -> str:
+    ready = conditions.get("Ready", {})
+    return (ready.get("lastTransitionTime") or "") if ready.get("status") == "False" else ""
 
 
 def _is_lost(conditions: Mapping[str, Object]) -> bool:

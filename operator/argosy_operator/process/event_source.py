@@ -38,6 +38,9 @@ RESTART_PAUSE: Final = 2.0
 """Seconds between an end of the watches and their next beginning."""
 END_TIMEOUT: Final = 10.0
 """Seconds that kopf's tasks have to end."""
+WATCH_PAUSE: Final = 1.0
+"""Seconds from the beginning of a watch to that of the next one of its kind, at least: kopf begins it without a pause,
+and a proxy may end every watch at once."""
 _CHANGES: Final = ("ADDED", "MODIFIED", "DELETED")
 _BACKOFF_MAX: Final = 5.0
 """Seconds between two attempts of a watch while the API server is away: it resumes that long after its return."""
@@ -194,6 +197,26 @@ class Pages:
                 return answer
 
 
+class WatchPauses:
+    """Delays a watch whose predecessor has just begun. A middleware of aiohttp."""
+
+    def __init__(self) -> None:
+        self._next_at: dict[str, float] = {}
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        if "watch" not in request.url.query:
+            return await handler(request)
+        now, path = asyncio.get_running_loop().time, request.url.path
+        if (pause := self._next_at.get(path, 0.0) - now()) > 0:
+            await asyncio.sleep(pause)
+        answer = await handler(request)
+        if answer.status == 200:  # what fails is repeated by kopf's own rules
+            self._next_at[path] = now() + WATCH_PAUSE
+        return answer
+
+
 class Sessions:
     """HTTP sessions of one kopf operator, which tell the lister what becomes of its requests: kopf itself repeats a
     request for as long as it fails, and tells nobody."""
@@ -216,7 +239,7 @@ class Sessions:
             trust_env=info.trust_env,
             trace_configs=[self._trace()],
             response_class=response_class(self._kinds),
-            middlewares=(Pages(self._kinds),),
+            middlewares=(Pages(self._kinds), WatchPauses()),
         )
         session = kopf.AiohttpSession(
             server=info.server,

@@ -2,19 +2,30 @@
 
 Invariants: ready means that something can be read and all of that was listed, whether this operator leads or waits to;
 alive means that the last resync is at most three periods ago, so that a process whose watches or API access died
-silently is restarted. Neither depends on a namespace that is refused while another one is not.
+silently is restarted; neither depends on a namespace that is refused while another one is not; metrics are written out
+once in METRICS_PAUSE at most, as any pod of the cluster may ask for them, and they take a moment for each service; of
+more than MAX_CONNECTIONS connections the oldest are closed, whether a request is under way or never comes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from argosy_operator.reconcile.controller import Controller
+from argosy_protocol.program.listen import explain_listen_errors
 
+MAX_CONNECTIONS: Final = 64
+"""Kubelet, Prometheus and people have few. Each takes some kilobytes, and with the head of a request that does not end
+about a megabyte."""
+METRICS_PAUSE: Final = 1.0
+"""Seconds for which whoever asks for metrics gets the same."""
 _PERIODS: Final = 3
 """Resync periods without a resync after which the process counts as dead."""
 
@@ -34,14 +45,49 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
         body |= ({"reason": reason} if reason else {}) | ({"unreadable": unreadable} if unreadable else {})
         return web.json_response(body, status=503 if reason else 200)
 
+    written: tuple[float, bytes] | None = None
+
     async def metrics(request: web.Request) -> web.Response:
-        controller.count_services()
-        return web.Response(
-            body=generate_latest(controller.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+        nonlocal written
+        now = asyncio.get_running_loop().time()
+        if written is None or now - written[0] >= METRICS_PAUSE:
+            controller.count_services()
+            written = now, generate_latest(controller.metrics.registry)
+        return web.Response(body=written[1], headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
+
+
+@contextlib.asynccontextmanager
+async def serve_health(app: web.Application, port: int, host: str = "") -> AsyncIterator[int]:
+    """Serve the application while the context lasts; yields the port, which is a free one for 0.
+
+    Args:
+        host: all addresses if empty.
+
+    Raises:
+        CannotListen: the port is taken.
+    """
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    assert runner.server is not None
+    http = runner.server
+
+    def accept() -> asyncio.BaseProtocol:
+        for oldest in http.connections[: max(0, len(http.connections) + 1 - MAX_CONNECTIONS)]:
+            oldest.force_close()
+        return http()
+
+    try:
+        with explain_listen_errors(host, port, port_flag="--health-port"):
+            server = await asyncio.get_running_loop().create_server(accept, host or None, port)
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()

@@ -27,7 +27,7 @@ from argosy_operator.cluster.scaler_watch import ScalerWatch
 from argosy_operator.cluster.store import Store, service_of
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.scaling import INTERVAL
-from argosy_operator.errors import ApiError, OperatorError
+from argosy_operator.errors import ApiError, HistoryLost, OperatorError
 from argosy_operator.kinds import (
     BUDGETS,
     DEPLOYMENTS,
@@ -128,7 +128,7 @@ class Controller:
         self._config = config
         self.metrics = metrics or OperatorMetrics()
         self.store = Store({DEPLOYMENTS: has_the_turn}, {DEPLOYMENTS: serves})
-        self.queue: WorkQueue[Name] = WorkQueue()
+        self.queue: WorkQueue[Name] = WorkQueue(owner_of=_namespace_of, workers=config.workers)
         self.lister = Lister(
             api,
             self.store,
@@ -216,7 +216,11 @@ class Controller:
                 await asyncio.sleep(_START_RETRY)
 
     async def run(self) -> None:
-        """Reconcile until cancelled; `start` comes first."""
+        """Reconcile until cancelled; `start` comes first.
+
+        Raises:
+            ExceptionGroup: with a HistoryLost; a new process reads everything anew.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._config.workers):
@@ -320,7 +324,7 @@ class Controller:
             self.queue.add(service)
         if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
             self._reconciler.wake_next()
-        if kind is PODS and obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router":
+        if kind is PODS and self._is_router(obj):
             self._refresh_routers()
 
     def _gathering(self, service: Name) -> float:
@@ -338,13 +342,17 @@ class Controller:
         else:
             self.fetches.forget(obj["metadata"].get("uid", ""))
 
-    def _refresh_routers(self) -> None:
-        found = (
-            read_router_pod(obj)
-            for obj in self.store.all(PODS)
-            if obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) == "router"
-            and obj["metadata"].get("namespace") == self._config.namespace
+    def _is_router(self, obj: Object) -> bool:
+        """Whether a pod is a router of the installation. Tenants may label theirs as they like, and a look for routers
+        goes through all pods."""
+        metadata = obj["metadata"]
+        return (
+            metadata.get("namespace") == self._config.namespace
+            and metadata.get("labels", {}).get(COMPONENT_LABEL) == "router"
         )
+
+    def _refresh_routers(self) -> None:
+        found = (read_router_pod(obj) for obj in self.store.all(PODS) if self._is_router(obj))
         pods = [pod for pod in found if pod is not None]
         self.routers.set_pods(pods)
         self.loads.set_pods(pods)
@@ -437,6 +445,11 @@ class Controller:
                 await self.lister.list_some(self._take_relisted())
             self._take_relisted()
             await self._resync_until_done()
+            if self.lister.lost_history:
+                raise HistoryLost(
+                    f"the cluster's state was replaced by an earlier one: {self.lister.lost_history}; "
+                    "the operator ends, and reads everything anew"
+                )
 
     async def _was_relisted(self, due: float) -> bool:
         """Wait until the event source has listed a kind again, and a moment more; False if `due` comes first."""
@@ -517,6 +530,10 @@ def _identity(obj: Mapping[str, Any]) -> tuple[Any, ...]:
     """The metadata on which a resource's entry in the fleet document depends."""
     metadata = obj["metadata"]
     return metadata.get("uid"), metadata.get("generation"), bool(metadata.get("deletionTimestamp"))
+
+
+def _namespace_of(key: Name) -> str:
+    return key[0]
 
 
 def _shown(key: Name) -> str:

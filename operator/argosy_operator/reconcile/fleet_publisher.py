@@ -4,8 +4,9 @@ Owns when it is written, and what services have lost in it: names, canaries, roo
 in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document
 that did not change is not written; one that is written fits into a ConfigMap, whatever tenants have created; of a
 namespace whose services were not listed it keeps the entries that it had, so that a refused list takes no service from
-the routers; who had a name before is read from the last document, so that a restart forgets nothing of it; services for
-which it had no room keep their names while the operator runs.
+the routers, and of a service that cannot be read, since its replicas serve on; who had a name before is read from the
+last document, so that a restart forgets nothing of it; services for which it had no room keep their names while the
+operator runs.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class FleetPublisher:
         """How the last document divides each service between revisions."""
         self._parsed: dict[Name, tuple[Object, InferenceService]] = {}
         """Resources as parsed, so that each version is parsed once."""
+        self._unread: dict[Name, str] = {}
+        """UIDs of the resources that cannot be."""
 
     def lost_names_of(self, service: Name) -> tuple[LostName, ...]:
         """Names that a service claims and does not have, as of the last `publish`."""
@@ -128,10 +131,11 @@ class FleetPublisher:
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
         live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
         last = self._last_document(live)
-        claimed = with_entries(fleet_document(services, pod_owners), self._unlisted(last))
+        before_it = self._last_whole if last == self._last else last
+        kept = [*self._unlisted(last), *self._kept_of_unread(before_it)]
+        claimed = with_entries(fleet_document(services, pod_owners), kept)
         known = {each.namespace for each in claimed.services}
         policy = NamePolicy(namespaces=known | self._namespaces(), allowed=self._config.model_names)
-        before_it = self._last_whole if last == self._last else last
         settled = settle_names(claimed, before_it, policy, datetime.datetime.fromisoformat(self._now()))
         whole = settled.document
         document = within(whole, MAX_DOCUMENT)
@@ -175,12 +179,16 @@ class FleetPublisher:
             scaled = status.scaling if service.spec.scaling is not None else None
             wanted = service.spec.replicas if scaled is None else scaled.wanted
             self._metrics.wanted_replicas.labels(*name).set(wanted)
+        for name in self._unread:
+            counts["False"] += 1
+            self._metrics.not_ready.labels(*name, "InvalidSpec").set(1)
         for value in ("True", "False", "Unknown"):
             self._metrics.services.labels(value).set(counts[value])
 
     def _services(self) -> list[InferenceService]:
         """Every resource that can be read."""
         parsed: dict[Name, tuple[Object, InferenceService]] = {}
+        unread: dict[Name, str] = {}
         for obj in self._store.all(INFERENCE_SERVICES):
             name = object_name(obj)
             cached = self._parsed.get(name)
@@ -190,10 +198,16 @@ class FleetPublisher:
             try:
                 parsed[name] = (obj, parse(obj))
             except msgspec.ValidationError as error:
-                logger.warning(
-                    "%s/%s is left out of the fleet document: %s", *name, oversize_problem(obj) or error
-                )
-        self._parsed = parsed
+                if obj["metadata"].get("deletionTimestamp"):
+                    continue
+                unread[name] = obj["metadata"]["uid"]
+                if name not in self._unread:
+                    logger.warning(
+                        "%s/%s cannot be read, and keeps what the fleet document has of it: %s",
+                        *name,
+                        oversize_problem(obj) or error,
+                    )
+        self._parsed, self._unread = parsed, unread
         return [service for _, service in parsed.values()]
 
     def _last_document(self, live: Object | None) -> FleetDocument:
@@ -212,6 +226,14 @@ class FleetPublisher:
         if all(map(self._has_listed, self._config.watch_namespaces)):
             return []
         return [each for each in last.services if not self._has_listed(each.namespace)]
+
+    def _kept_of_unread(self, last: FleetDocument) -> list[FleetService]:
+        """The entries of the services that cannot be read, as they were when they could."""
+        return [
+            each
+            for each in last.services
+            if self._has_listed(each.namespace) and self._unread.get((each.namespace, each.name)) == each.uid
+        ]
 
     def _configmap(self, text: str) -> Object:
         return {

@@ -46,6 +46,8 @@ NOT_WATCHED: Final = "NotWatched"
 _GONE: Final = "NamespaceGone"
 _ROUNDING: Final = 0.01
 """Seconds by which a timer may come early."""
+OLDER_PATIENCE: Final = 60.0
+"""Seconds for which lists may be older than one before: no API server that is a little behind is for so long."""
 _SILENT: Final = 2
 """Namespaces without an answer in a row after which the others are not asked."""
 
@@ -73,7 +75,9 @@ class _Place:
         self.failures = 0
         self.retry_at = 0.0
         self.listed_at = 0.0
-        """When the last attempt ended."""
+        """When the last attempt ended, or was given up as others had no answer."""
+        self.asked_at = 0.0
+        """When the last attempt began."""
         self.is_suspect = False
         """Whether it is to be listed because its watches fail."""
         self.unwatched: dict[Kind, float] = {}
@@ -82,6 +86,10 @@ class _Place:
         """Requests in a row of each kind's watches that failed; None for what comes before all of them."""
         self.watch_error = ""
         """What the last one that failed was answered."""
+        self.versions: dict[Kind, int] = {}
+        """The latest version of each kind's lists."""
+        self.older_since: dict[Kind, float] = {}
+        """Since when a kind's lists are older than one before."""
         self.is_gone = False
         self.posted = ""
         """The reason that the last Event told; empty if that was that it can be read."""
@@ -163,6 +171,9 @@ class Lister:
             for each in self.scopes
         }
         self._wakeup = asyncio.Event()
+        self.lost_history = ""
+        """What shows that the cluster's state was replaced by an earlier one, as by a restored backup of etcd: what is
+        stored, and the watches, are of versions that are yet to come. Empty if nothing does."""
 
     async def list_all(self) -> None:
         """List everything that can be read.
@@ -298,12 +309,14 @@ class Lister:
         return None
 
     async def _list(self, places: Iterable[_Place]) -> None:
-        """List namespaces, those at the front that could be read last."""
+        """List namespaces, those at the front that could be read last; of the others those whose last attempt is the
+        longest ago, so that two without an answer keep no other one from being asked."""
         silent: ApiError | None = None
         num_silent = 0
         changed = []
-        for place in sorted(places, key=lambda each: each.error is not None):
+        for place in sorted(places, key=lambda each: (each.error is not None, each.asked_at)):
             if num_silent < _SILENT:
+                place.asked_at = asyncio.get_running_loop().time()
                 error = await self._list_place(place)
                 silent = error if error is not None and error.status == 0 else None
                 num_silent = num_silent + 1 if silent is not None else 0
@@ -330,7 +343,19 @@ class Lister:
                     break
             else:
                 place.unlisted.discard(kind)
+                self._note_version(place, kind, found.version)
         return first
+
+    def _note_version(self, place: _Place, kind: Kind, version: str) -> None:
+        """Note the version of a list, which is that of the moment at which it was asked for, and so grows."""
+        if not (version.isascii() and version.isdigit()):
+            return
+        now, latest = asyncio.get_running_loop().time(), place.versions.get(kind, 0)
+        if int(version) >= latest:
+            place.versions[kind] = int(version)
+            place.older_since.pop(kind, None)
+        elif now - place.older_since.setdefault(kind, now) >= OLDER_PATIENCE:
+            self.lost_history = f"{kind.plural} are of version {version}, and were of {latest} before"
 
     async def _note(self, place: _Place, error: ApiError | None) -> None:
         """Note how the last attempt ended, and tell what has changed."""

@@ -4,7 +4,7 @@ Owns the order of these steps and what an error means for the status. Decisions 
 reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
 leads to one diff, and a second observation is for the report only; gates are set before anything else, and Deployments
 are applied after the Secret; StatefulSets, whose contents pods say, are applied last, so that one which is refused
-holds up nothing else, and what the pods call for is done though a Deployment is refused; nothing is written that is
+holds up nothing else, and what the pods call for is done though another child is refused; nothing is written that is
 already so; there is no state but the cluster's.
 """
 
@@ -197,6 +197,11 @@ class Reconciler:
         decision = self._autoscaler.decision(service)
         # Decided once: what is not written now must not be written later, to a service that is another one by then.
         children = [each for each in diff.children if self._children.may_write(each)]
+        contested = tuple(
+            f"{each.wanted['kind']} {each.wanted['metadata']['name']}"
+            for each in diff.children
+            if each not in children
+        )
         takes_turn = diff.takes_turn and any(kind_of(each.wanted) is DEPLOYMENTS for each in children)
         self.costs[key] = time.thread_time() - began
         failure: OperatorError | None = None
@@ -225,7 +230,9 @@ class Reconciler:
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         asked = stored.spec.replicas
         with nullcontext() if failure is None else suppress(ApiError):  # what failed first is raised
-            await self._reporter.report(service, later, diff.plan, problem, scaling, asked=asked)
+            await self._reporter.report(
+                service, later, diff.plan, problem, scaling, asked=asked, contested=contested
+            )
         if failure is not None:
             raise failure
 
@@ -267,8 +274,8 @@ class Reconciler:
                 0,
                 partial(self.key_secrets.ensure, service, secret, is_suspect=is_suspect, unmounted=unmounted),
             )
-        await run_together(steps)
         try:
+            await run_together(steps)
             is_done = await self._act_on_deployments(service, observed, diff, deployments)
         except OperatorError:
             with suppress(OperatorError):  # what failed first is reported
@@ -295,7 +302,7 @@ class Reconciler:
     async def _act_on_pods(
         self, service: InferenceService, observed: Observation, diff: Diff, node_sets: list[ChildChange]
     ) -> None:
-        """What the pods that there are call for, whether the Deployment can be applied or not."""
+        """What the pods that there are call for, whether the other children can be applied or not."""
         now = self._now()
         steps = [partial(self._apply, service, observed, each) for each in node_sets]
         steps.append(

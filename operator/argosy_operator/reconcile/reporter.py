@@ -23,7 +23,11 @@ from argosy_operator.reconcile.event_recorder import EventRecorder
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.status.events import Event, events_between, events_of_change
 from argosy_operator.status.model_cached import seconds_until_stuck
-from argosy_operator.status.replica_problems import seconds_until_degraded, seconds_until_unmounted
+from argosy_operator.status.replica_problems import (
+    seconds_until_degraded,
+    seconds_until_unmounted,
+    seconds_until_unready_too_long,
+)
 from argosy_operator.status.report import invalid_status, status
 from argosy_operator.status.scaling_status import ignored_scale, seconds_until_scaled_once
 from argosy_resource.scaling_spec import ScalingStatus
@@ -60,16 +64,25 @@ class Reporter:
         scaling: ScalingStatus | None = None,
         *,
         asked: int | None = None,
+        contested: tuple[str, ...] = (),
     ) -> None:
         """Report the outcome of a reconcile: `observed` after it, `plan` as it was acted on, `asked` the stored
-        spec.replicas, if the service has another number by spec.scaling.
+        spec.replicas, if the service has another number by spec.scaling, `contested` the children that are left as
+        others change them.
 
         Raises:
             ApiError: the API server refused the status.
         """
         now, name = self._now(), (service.metadata.namespace, service.metadata.name)
         report = status(
-            service, observed, plan, config=self._config, now=now, failure=failure, scaling=scaling
+            service,
+            observed,
+            plan,
+            config=self._config,
+            now=now,
+            failure=failure,
+            scaling=scaling,
+            contested=contested,
         )
         if report != service.status:
             await self._patch(name, service.metadata.uid, msgspec.to_builtins(report))
@@ -83,6 +96,7 @@ class Reporter:
         waits += [seconds_until_unmounted(pod, now) for pod in alive if pod.unmounted_since]
         waits += [seconds_until_reopened(pod, now) for pod in alive]
         waits += [seconds_until_stuck(pod, now, deadline) for pod in alive if not pod.is_up]
+        waits += [seconds_until_unready_too_long(pod, now, deadline) for pod in alive]
         waits += [
             pod.seconds_until_overdue(now)
             for replica in observed.pods

@@ -1,14 +1,16 @@
-"""A rate-limited queue of keys to reconcile, after client-go's workqueue.
+"""A rate-limited queue of keys to reconcile, after client-go's workqueue, whose owners take turns.
 
 Invariants: a key is queued at most once, and one worker at a time works on it; a key that fails is queued again with
-exponential back-off. Knows nothing of what a key stands for.
+exponential back-off; an owner's keys, however many there are and however long each takes, delay another owner's by one
+of them while a worker is free, and those of one owner alone leave half of the workers free. Knows nothing of what a key
+stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Hashable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,10 +23,17 @@ BACKOFF_MAX: Final = 60.0
 class WorkQueue(Generic[Key]):
     """Keys to process. Bounded by the number of distinct keys."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[Key] = deque()
+    def __init__(self, owner_of: Callable[[Key], Hashable], workers: int) -> None:
+        """Of `workers` an owner gets one more while it has fewer than are free (Choudhury and Hahne, "Dynamic queue
+        length thresholds"): one alone has half of them."""
+        self._owner_of = owner_of
+        self._workers = workers
+        self._waiting: dict[Hashable, deque[Key]] = {}
+        """Keys by owner, that of the next turn at the front."""
         self._dirty: set[Key] = set()
         self._busy: set[Key] = set()
+        self._taken: Counter[Hashable] = Counter()
+        """Keys of each owner that are being processed."""
         self._failures: dict[Key, int] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._wakeup = asyncio.Event()
@@ -61,17 +70,26 @@ class WorkQueue(Generic[Key]):
 
     async def get(self) -> Key:
         """Wait for the next key; `done` must follow."""
-        while not self._waiting:
+        while (owner := self._next_owner()) is None:
             self._wakeup.clear()
             await self._wakeup.wait()
-        key = self._waiting.popleft()
+        keys = self._waiting.pop(owner)
+        key = keys.popleft()
+        if keys:
+            self._waiting[owner] = keys  # behind the others
         self._dirty.discard(key)
         self._busy.add(key)
+        self._taken[owner] += 1
         return key
 
     def done(self, key: Key, *, failed: bool = False) -> None:
         """Note that a key was processed. After a failure it is queued again with back-off."""
         self._busy.discard(key)
+        owner = self._owner_of(key)
+        self._taken[owner] -= 1
+        if not self._taken[owner]:
+            del self._taken[owner]
+        self._wakeup.set()  # its owner, or another one, may take a worker now
         if key in self._dirty:
             self._push(key)
         if failed:
@@ -92,5 +110,10 @@ class WorkQueue(Generic[Key]):
         self.add(key)
 
     def _push(self, key: Key) -> None:
-        self._waiting.append(key)
+        self._waiting.setdefault(self._owner_of(key), deque()).append(key)
         self._wakeup.set()
+
+    def _next_owner(self) -> Hashable | None:
+        """Whose turn it is; None if nobody waits who may take a worker."""
+        free = self._workers - len(self._busy)
+        return next((owner for owner in self._waiting if self._taken[owner] < free), None)

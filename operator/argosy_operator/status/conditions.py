@@ -35,6 +35,7 @@ from argosy_operator.status.replica_problems import (
     lost_node,
     problem_message,
     unmounted,
+    unready_too_long,
     unschedulable,
     unschedulable_too_long,
     without_workers,
@@ -46,7 +47,7 @@ from argosy_resource.canary_spec import CanaryAction
 from argosy_resource.types import ConditionStatus, ConditionType
 
 _UNTIL_SOMEBODY_ACTS: Final = (
-    *("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed", "WaitingForCapacity"),
+    *("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed", "WaitingForCapacity", "ChildContested"),
 )
 """Reasons of Progressing, if it is false, for which nothing more happens by itself."""
 _UNTRIED: Final = "no replica has served with the last change, and the next request shows whether it works"
@@ -96,6 +97,8 @@ def ready(view: ServiceView) -> ConditionState:
         cause = workload_ready(view)
         if cause.reason not in ("Starting", "Reconciling"):
             return ConditionState("False", cause.reason, cause.message)
+        if progressing(view).reason == "ChildContested":
+            return ConditionState("False", "ChildContested", _contested_message(view))
         is_unchanged = view.is_current and counts.updated == counts.alive < counts.desired
         return ConditionState("False", "WaitingForReplicas" if is_unchanged else "RollingOut", cause.message)
     if counts.desired == 0:
@@ -162,6 +165,8 @@ def progressing(view: ServiceView) -> ConditionState:
     refused = failed_create(view)
     if refused is not None and view.is_current:
         return ConditionState("False", refused.reason, f"{refused.message}: {so_far}")
+    if view.is_kept_from_plan:
+        return ConditionState("False", "ChildContested", f"{_contested_message(view)}: {so_far}")
     if not view.is_current:
         return ConditionState("True", "Reconciling", so_far)
     under_way = fetching(view)
@@ -174,6 +179,8 @@ def progressing(view: ServiceView) -> ConditionState:
     if counts.alive != counts.desired:
         return ConditionState("True", "Scaling", so_far)
     if counts.routable < counts.desired:
+        if (late := unready_too_long(view)) and not is_excused:
+            return ConditionState("False", "ProgressDeadlineExceeded", f"{late}: {so_far}")
         return ConditionState("True", "WaitingForReplicas", so_far)
     return ConditionState("False", "Complete", so_far)
 
@@ -304,7 +311,7 @@ def degraded(view: ServiceView) -> ConditionState:
     progress = progressing(view)
     if progress.reason == "ProgressDeadlineExceeded":
         return ConditionState("True", progress.reason, progress.message)
-    if progress.reason == "CanaryFailed":
+    if progress.reason in ("CanaryFailed", "ChildContested"):
         return ConditionState("True", progress.reason, progress.message)
     cause = _problem(view) or unschedulable_too_long(view)
     if cause is not None:
@@ -415,6 +422,13 @@ def _capacity_message(view: ServiceView, blocked: BlockedSurge) -> str:
     return (
         f"{_missing_message(blocked)}, and no {state} replica is stopped for one because {why}; "
         f"{_FREED[blocked.missing]}, or {remedy}"
+    )
+
+
+def _contested_message(view: ServiceView) -> str:
+    return (
+        f"another writer (a webhook or a controller) changes {' and '.join(view.contested)} as soon as the operator "
+        "has applied it, and it is left as it is until that, or the spec, changes: exempt it from that writer"
     )
 
 

@@ -197,6 +197,21 @@ def unschedulable_too_long(view: ServiceView) -> Problem | None:
     return unschedulable(view) if left and min(left) <= 0 else None
 
 
+def unready_too_long(view: ServiceView) -> str:
+    """The replica that has not been ready for as long as a rollout may go without progress, which Kubernetes watches
+    during rollouts only; empty if there is none."""
+    deadline = view.service.spec.rollout.progress_deadline_seconds
+    for pod in view.judged_pods:
+        if pod.unready_since and seconds_until_unready_too_long(pod, view.now, deadline) <= 0:
+            return f"pod {pod.name} has not been ready for {deadline} s"
+    return ""
+
+
+def seconds_until_unready_too_long(pod: Pod, now: str, deadline: int) -> float:
+    """Seconds until a replica has not been ready for `deadline` seconds; 0 or less if it has, or is ready."""
+    return deadline - seconds_between(pod.unready_since, now) if pod.unready_since else 0.0
+
+
 def seconds_until_degraded(pod: Pod, now: str) -> float:
     """Seconds until a pod that cannot be scheduled makes its service degraded; 0 or less if it does now."""
     if _lacks_claim(pod):

@@ -46,12 +46,20 @@ def status(
     now: str,
     failure: Problem | None = None,
     scaling: ScalingStatus | None = None,
+    contested: tuple[str, ...] = (),
 ) -> InferenceServiceStatus:
     """The status to report. `failure` says why the plan was not, or not wholly, carried out; `now` is RFC 3339;
-    `scaling` is what spec.scaling has decided."""
+    `scaling` is what spec.scaling has decided; `contested` are the children that are left as others change them."""
     counts = Counts.of(observed.pods, desired=service.spec.replicas, revision=plan.revision)
     view = ServiceView(
-        service=service, observed=observed, plan=plan, config=config, counts=counts, failure=failure, now=now
+        service=service,
+        observed=observed,
+        plan=plan,
+        config=config,
+        counts=counts,
+        failure=failure,
+        now=now,
+        contested=contested,
     )
     labels = selector(service)
     routable = 0 if view.gets_no_requests else counts.routable

@@ -62,6 +62,8 @@ class ServiceView(Struct, frozen=True, kw_only=True):
     counts: Counts
     failure: Problem | None
     now: str
+    contested: tuple[str, ...] = ()
+    """Children, such as `Deployment tiny-engine`, that another writer changes each time and that are left alone."""
 
     @property
     def is_current(self) -> bool:
@@ -80,6 +82,20 @@ class ServiceView(Struct, frozen=True, kw_only=True):
     def is_complete(self) -> bool:
         """Whether exactly the wanted pods exist, ready or not."""
         return self.is_current and self.counts.updated == self.counts.alive == self.counts.desired
+
+    @property
+    def is_kept_from_plan(self) -> bool:
+        """Whether another writer keeps the Deployment from what brings the wanted pods about. A webhook that merely
+        takes images from a mirror does not."""
+        live = self.observed.deployment
+        if live is None or not self.contested or self.is_complete:
+            return False
+        asked, found = self.plan.deployment["spec"], live["spec"]
+        return (
+            serving_revision(live) != self.plan.revision
+            or found.get("replicas", 1) != asked["replicas"]
+            or bool(found.get("paused")) != asked["paused"]
+        )
 
     @property
     def wanted_routable(self) -> int:
