@@ -36,7 +36,7 @@ from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_dev
 from argosy_engine.worker.cuda_graphs import CapturedGraph
 from argosy_engine.worker.model_runner import ModelRunner
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
-from gpu_accounting.models import MODELS, PERIODS
+from gpu_accounting.models import DENSE_LAYERS, MODELS, PERIODS
 from gpu_accounting.step_trace import HiddenSync, Operation, StepTrace
 
 BLOCK_SIZE = 16
@@ -70,7 +70,7 @@ class StepCounts:
     model: str
     shape: Shape
     layer: float
-    """Launches per layer."""
+    """Launches per layer, of the layers that repeat."""
     rest: float
     """Launches outside the layers but those of sampling."""
     sampling: int
@@ -81,7 +81,7 @@ class StepCounts:
     num_bytes: float
     """Moved by all launches."""
     necessary_bytes: float
-    """Of weights, keys and values that the step cannot do without."""
+    """Of weights, keys, values and states that the step cannot do without."""
     hidden_sync: str = ""
     """Why the step could not be followed to its end: the host waits for the device there."""
 
@@ -119,6 +119,7 @@ class AccountedRunner:
                 device=CUDA,
                 sampling=SamplerOptions(vocab_size=self.config.vocab_size, kind="kernels"),
                 runtime=runtime,
+                num_states=MAX_NUM_SEQS + 1,
             )
         self._forward_inputs: list[torch.Tensor] = []
         self._mark_phases()
@@ -198,6 +199,23 @@ class AccountedRunner:
             return sampled
 
         model.forward, model.logits, sampler.sample = marked_forward, marked_logits, marked_sample
+        model.layers[:] = [_MarkedLayer(layer, trace) for layer in model.layers]
+
+
+class _MarkedLayer:
+    """A layer whose operations have a phase of their own."""
+
+    def __init__(self, layer: Any, trace: StepTrace) -> None:
+        self._layer, self._trace = layer, trace
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._trace.enter("layer")
+        out = self._layer(*arguments)
+        self._trace.enter("forward")
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 class _FirstExpertFactory(LayerFactory):
@@ -248,7 +266,8 @@ def count_steps(
     raw, period = MODELS[model], PERIODS.get(model, 1)
     config = parse_config(raw, {}, {})
     plan = plan_weights(config, torch.bfloat16)
-    small, large = (AccountedRunner(raw, depth) for depth in (period, 2 * period))
+    dense = DENSE_LAYERS.get(model, 0)
+    small, large = (AccountedRunner(raw, dense + depth) for depth in (period, 2 * period))
     return [_count(model, config, plan, period, shape, small, large, params) for shape in shapes]
 
 
@@ -275,25 +294,29 @@ def _count(
             runner.finish(step)
         totals.append((operations, Counter(each.phase for each in operations if each.kind == "launch")))
     (few, few_launches), (many, many_launches) = totals
-    layer = (many_launches["forward"] - few_launches["forward"]) / period
+    layer = (many_launches["layer"] - few_launches["layer"]) / period
     layer_bytes = (sum(each.num_bytes for each in many) - sum(each.num_bytes for each in few)) / period
+    # What layers share is computed by the first of them, and counts as outside.
+    in_layers = few_launches["layer"] if model in DENSE_LAYERS else layer * period
     kinds = Counter(each.kind for each in many)
     return StepCounts(
         model=model,
         shape=shape,
         layer=layer,
-        rest=sum(few_launches.values()) - layer * period - few_launches["sampling"],
+        rest=sum(few_launches.values()) - in_layers - few_launches["sampling"],
         sampling=many_launches["sampling"],
         copies_to_device=kinds["copy to device"],
         copies_to_host=kinds["copy to host"],
         blocking_copies=kinds["blocking copy"],
-        num_bytes=sum(each.num_bytes for each in few) + layer_bytes * (config.num_hidden_layers - period),
+        num_bytes=sum(each.num_bytes for each in many)
+        + layer_bytes * (config.num_hidden_layers - large.config.num_hidden_layers),
         necessary_bytes=_necessary_bytes(config, plan, shape),
     )
 
 
 def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int:
-    """Return the bytes of weights (of the experts that tokens can choose), keys and values that a step moves."""
+    """Return the bytes of weights (of the experts that tokens can choose), keys, values and states that a step
+    moves."""
     tokens = shape.decodes + sum(shape.prompts)
     experts: ExpertsConfig | None = getattr(config, "experts", None)
     hit = 0.0
@@ -309,7 +332,9 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int
         token = layer.kv_cache_spec(block_size=1, itemsize=2)
         seen = min(CONTEXT, token.window) if isinstance(token, SlidingWindowSpec) else CONTEXT
         kv += token.page_bytes * (shape.decodes * seen + sum(shape.prompts) + tokens)
-    return int(weights) + kv
+    # States are read and written; those of prompts begin with the step.
+    states = sum(layer.kv_cache_spec(itemsize=2).page_bytes for layer in config.state_layers)
+    return int(weights) + kv + states * (2 * shape.decodes + len(shape.prompts))
 
 
 def _step(

@@ -22,8 +22,14 @@ def launch_bytes(launch: Launch, seq_lens: Sequence[int]) -> int:
     arguments = {name: value for name, value in launch.arguments.items() if isinstance(value, torch.Tensor)}
     if launch.name == "paged_attention_kernel":
         moved = _attention(launch, arguments, seq_lens)
+    elif launch.name == "latent_attention_kernel":
+        moved = _latent_attention(launch, arguments, seq_lens)
     elif launch.name == "rope_and_cache":
         moved = _rope_and_cache(launch, arguments)
+    elif launch.name == "latent_rope_and_cache":
+        moved = _latent_rope_and_cache(launch, arguments)
+    elif launch.name in _STATES:
+        moved = _states(launch, arguments)
     elif launch.name in ("gate_up_experts", "down_experts"):
         moved = _experts(launch, arguments)
     else:
@@ -39,6 +45,49 @@ def _attention(launch: Launch, arguments: dict[str, torch.Tensor], seq_lens: Seq
     tables = sum(4 * -(-seq_len // block_size) for seq_len in seq_lens)
     rest = sum(arguments[name].nbytes for name in ("q_ptr", "out_ptr", "lse_ptr") if name in arguments)
     return 2 * visible * num_kv_heads * head_dim * keys.itemsize + tables + rest
+
+
+def _latent_attention(launch: Launch, arguments: dict[str, torch.Tensor], seq_lens: Sequence[int]) -> int:
+    cache = arguments["cache_ptr"]
+    _, block_size, width = cache.shape
+    seen = seq_lens[: launch.arguments["num_requests"]]
+    tables = sum(4 * -(-seq_len // block_size) for seq_len in seen)
+    names = ("q_latent_ptr", "q_rope_ptr", "out_ptr", "lse_ptr")
+    rest = sum(arguments[name].nbytes for name in names if name in arguments)
+    return sum(seen) * width * cache.itemsize + tables + rest
+
+
+def _latent_rope_and_cache(launch: Launch, arguments: dict[str, torch.Tensor]) -> int:
+    """Of queries only what is rotated is touched."""
+    tokens, rope, q = len(arguments["slots_ptr"]), launch.arguments["ROPE"], arguments["q_ptr"]
+    rotated = 2 * tokens * launch.arguments["num_heads"] * rope * q.itemsize
+    latents = 2 * arguments["compressed_ptr"].nbytes
+    return rotated + latents + 4 * tokens * rope + 16 * tokens + arguments["norm_ptr"].nbytes
+
+
+_STATES = {
+    "delta_inputs": ("conv_states_ptr", 1),
+    "keep_inputs": ("conv_states_ptr", 1),
+    "delta_rule": ("states_ptr", 2),
+    "scan_chunks": ("states_ptr", 1),
+}
+"""Kernels of a Gated DeltaNet with states: which ones, and how often a request's are moved, read or written."""
+
+
+def _states(launch: Launch, arguments: dict[str, torch.Tensor]) -> int:
+    """States are moved of the requests that a launch computes. Of the inputs of the convolution, `keep_inputs` reads
+    those that it writes."""
+    name, times = _STATES[launch.name]
+    state = arguments[name].nbytes // len(arguments[name])
+    requests = len(arguments["lens_ptr"])
+    if name == "states_ptr":
+        requests = launch.grid[0] // launch.arguments["VALUE_HEADS"]
+    left_out = {name, "table_ptr"}
+    if launch.name == "keep_inputs":
+        left_out.add("qkvz_ptr")
+        times += 1
+    rest = sum(tensor.nbytes for key, tensor in arguments.items() if key not in left_out)
+    return rest + requests * (times * state + 8)
 
 
 def _experts(launch: Launch, arguments: dict[str, torch.Tensor]) -> int:

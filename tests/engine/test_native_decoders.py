@@ -4,6 +4,7 @@ over a prefix cache, and preempted."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import choose_experts
 from argosy_engine.layers.mlp import SparseMLP
+from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
@@ -163,6 +165,28 @@ def test_experts_of_llama_4_may_be_stored_one_by_one(tmp_path: Path) -> None:
             stored |= {f"{prefix}.{index}.{part}.weight": each.T.contiguous() for part, each in parts.items()}
     save_file(stored, file, {"format": "pt"})
     assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+def test_queries_of_llama_4_grow_in_float32_and_from_the_first_position_as_1() -> None:
+    config = load_config_of("llama4_text", attn_scale=0.1, floor_scale=8192)
+    assert [config.temperature_of(index) is not None for index in range(4)] == [False, False, False, True]
+    factors = query_scales(config.temperature_of(3), torch.tensor([8190, 8191, 40000]), torch.bfloat16)
+    expected = torch.tensor([1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(5)])
+    torch.testing.assert_close(factors[:, 0], expected)
+
+
+def test_chunks_that_no_request_exceeds_are_none() -> None:
+    """So that backends without chunks serve them."""
+    for size, expected in ((511, 511), (512, None)):
+        layers = load_config_of("llama4_text", attention_chunk_size=size).attention_layers
+        assert [layer.chunk_size for layer in layers] == [*3 * [expected], None]
+
+
+def load_config_of(model_type: str, **fields: Any) -> Any:
+    raw = small_config(model_type, **fields).to_dict()
+    return parse_config(
+        {**raw, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}, {}, {}, "argosy"
+    )
 
 
 def test_the_highest_logit_decides_where_sigmoids_are_one() -> None:
@@ -314,7 +338,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("granitemoe", MULTIPLIERS, True),
     ("helium", {"attention_bias": True, "mlp_bias": True}, False),
     ("llama4_text", {"moe_layers": [0, 3], "attention_bias": True}, False),
-    ("llama4_text", {"num_experts_per_tok": 1}, True),
+    ("llama4_text", {"num_experts_per_tok": 1, "use_qk_norm": False}, True),
     ("minimax_m2", {"rotary_dim": 12}, False),
     ("minimax_m2", {}, True),
     ("ministral3", TEMPERATURE, False),

@@ -29,11 +29,13 @@ from gpu_accounting.step_trace import HiddenSync, Operation
 
 class Limits(NamedTuple):
     layer: int
-    """Launches per layer."""
+    """Launches per layer. Of DeepSeek-V3 that is prompts of four requests, each expanded by itself: decodes take 23."""
     rest: int
     """Launches outside the layers: inputs, embedding, last norm, output head, keeping the sampled tokens."""
     traffic: float
-    """Bytes moved at decode over those of weights, keys and values."""
+    """Bytes moved at decode over those of weights, keys, values and states."""
+    copies_of_prompts: int = 0
+    """Copies of steps with prompts that do not come from pinned memory: of where the chunks of a Gated DeltaNet are."""
 
 
 LIMITS = {
@@ -42,7 +44,11 @@ LIMITS = {
     "Llama-3-8B": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B": Limits(13, 9, 1.04),
     "gpt-oss-20b": Limits(13, 9, 1.04),
-    "GLM-4.5-Air": Limits(19, 9, 1.03),
+    "GLM-4.5-Air": Limits(18, 9, 1.03),
+    "Llama-4-Scout": Limits(17.25, 16, 1.03),
+    "DeepSeek-V3": Limits(122, 9, 1.03),
+    "Qwen3.5-0.8B": Limits(13.5, 11, 1.12, 1),
+    "Qwen3.5-35B-A3B": Limits(23.5, 11, 1.05, 1),
     "Gemma-3-12B": Limits(10, 11, 1.04),
     "Qwen3-8B-FP8-dynamic": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B-FP8-dynamic": Limits(13, 9, 1.06),
@@ -85,7 +91,8 @@ def test_steps_are_within_their_limits(counted: list[StepCounts]) -> None:
     for each in counted:
         limits = LIMITS[each.model]
         assert not each.hidden_sync
-        assert (each.copies_to_device, each.copies_to_host, each.blocking_copies) == (1, 1, 0), each
+        blocking = limits.copies_of_prompts if each.shape.prompts else 0
+        assert (each.copies_to_device, each.copies_to_host, each.blocking_copies) == (1, 1, blocking), each
         assert each.layer <= limits.layer, each
         assert each.rest <= limits.rest, each
         if not each.shape.prompts:

@@ -109,7 +109,7 @@ class SparseMLP:
             shared = self.shared.partial(x)
             if self.shared_gate is not None:
                 shared = shared * torch.sigmoid(self.shared_gate(x))
-            mixed[: len(x)] += shared
+            mixed[: len(x)].add_(shared)
         return self.sum_ranks(mixed)[: len(x)]
 
 

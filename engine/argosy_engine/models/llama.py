@@ -94,7 +94,7 @@ class LlamaAttention:
             if scales is None:
                 scales = query_scales(self.temperature, meta.positions, qkv.dtype)
                 meta.shared[self.temperature] = scales
-            qkv[:, : self._q_size] *= scales
+            qkv[:, : self._q_size].mul_(scales)
         return self.output.partial(self.attention(qkv, meta))
 
 
