@@ -65,7 +65,9 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
-        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention")
+        return tuple(
+            params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention"
+        )
 
     @property
     def mamba(self) -> MambaParams:
@@ -115,7 +117,9 @@ def _mamba(raw: RawConfig, inner: int) -> dict[str, Any]:
     if head_dim == "auto":
         head_dim = inner // heads
     if head_dim * heads != inner:
-        raise ConfigError(f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner} elements of a layer")
+        raise ConfigError(
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner} elements of a layer"
+        )
     return {
         "mamba_num_heads": heads,
         "mamba_head_dim": head_dim,
@@ -134,7 +138,9 @@ def _layer_types(kinds: Any) -> tuple[str, ...]:
     Raises:
         NotOurs: there is another, or no attention.
     """
-    found = tuple({"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds)
+    found = tuple(
+        {"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds
+    )
     if others := sorted(set(found) - {"linear_attention", "full_attention"}):
         raise NotOurs(f"layer type {others[0]!r} is not supported, only linear_attention and full_attention")
     if "full_attention" not in found:
@@ -176,11 +182,9 @@ def _granite_hybrid(raw: RawConfig) -> dict[str, Any]:
 def _bamba(raw: RawConfig) -> dict[str, Any]:
     with_attention = raw.get("attn_layer_indices") or ()
     positions = raw.get("max_position_embeddings", 262144)
-    rope = shared_rope_fields(
-        {name: value for name, value in raw.items() if name != "partial_rotary_factor"},
-        max_position_embeddings=positions,
-        is_partial=True,
-    )
+    rope = shared_rope_fields(raw, max_position_embeddings=positions, is_partial=True)
+    # Only the entry's: transformers overwrites one beside it.
+    part = (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).get("partial_rotary_factor")
     kinds = ["attention" if index in with_attention else "mamba" for index in range(layer_count(raw))]
     return {
         **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
@@ -188,7 +192,7 @@ def _bamba(raw: RawConfig) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
         "positions": positions,
-        "rope": {"partial_rotary_factor": 0.5, **rope},
+        "rope": {**rope, "partial_rotary_factor": 0.5 if part is None else part},
     }
 
 

@@ -80,10 +80,9 @@ class MixerLayer(Generic[MixerT]):
         hidden = config.hidden_size
         self.mixer, self.mlp = mixer, mlp
         self.multiplier = multiplier
-        self.input_norm, self.post_norm = (
-            factory.input_norm(prefix + name, hidden, eps, feeds=block, adds_one=adds_one)
-            for name, block in zip(norms, (mixer, mlp), strict=True)
-        )
+        first, second = norms
+        self.input_norm = factory.input_norm(prefix + first, hidden, eps, feeds=mixer, adds_one=adds_one)
+        self.post_norm = factory.input_norm(prefix + second, hidden, eps, feeds=mlp, adds_one=adds_one)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata

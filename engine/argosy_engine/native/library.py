@@ -317,8 +317,8 @@ class Kernels:
         return out
 
     def mamba(self, layer: MambaStruct, step: StepStruct, zxbcdt: torch.Tensor) -> torch.Tensor:
-        """Compute a Mamba-2 layer between its projections, [T, heads * head_dim], and the states of a step's requests in
-        place.
+        """Compute a Mamba-2 layer between its projections, [T, heads * head_dim], and the states of a step's requests
+        in place.
 
         Args:
             zxbcdt: `layers.mamba.Mamba`, contiguous; head_dim and state_size are multiples of `lanes`.

@@ -7,10 +7,10 @@
     scan_chunks     of prompts the states, chunk by chunk, and what C reads from them
     gated_norm      gate by silu(z), and the RMSNorm of each group
 
-So decodes take three launches. Where states are, and whether a request has one, kernels find by themselves in the step's
-lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat them. A request
-without tokens is padding. States are read and written in place; within a step no block is read that another request
-writes.
+So decodes take three launches. Where states are, and whether a request has one, kernels find by themselves in the
+step's lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat them. A
+request without tokens is padding. States are read and written in place; within a step no block is read that another
+request writes.
 
 A program keeps a few columns of a head's state in registers, for columns do not depend on each other. Products are in
 float32, by three of tensor cores each.
@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
-from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
 
 _CHANNELS = 512
 """Channels per program of `mamba_inputs`."""
@@ -420,7 +420,10 @@ def mamba(
     columns = min(max(_UPDATE_ELEMENTS // state_block, 1), triton.next_power_of_2(shape.head_dim))
     launch(
         _state_update,
-        ((num_requests if chunks is None else num_decodes) * shape.num_heads, triton.cdiv(shape.head_dim, columns)),
+        (
+            (num_requests if chunks is None else num_decodes) * shape.num_heads,
+            triton.cdiv(shape.head_dim, columns),
+        ),
         num_warps=1,
         num_stages=1,
         STATE_BLOCK=state_block,
