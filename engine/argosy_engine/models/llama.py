@@ -23,7 +23,11 @@ from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 class LlamaAttention:
-    """Attention with its projections, from normed hidden states to what is added to the residual."""
+    """Attention with its projections, from normed hidden states to what is added to the residual.
+
+    Args:
+        output, norms: names of the output projection, and of the norms of q and k.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,9 @@ class LlamaAttention:
         prefix: str,
         params: AttentionParams,
         rotary: RotaryEmbedding | None,
+        *,
+        output: str = "o_proj",
+        norms: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
         hidden, dim, eps = config.hidden_size, params.head_dim, config.rms_norm_eps
         rope = config.rope if rotary is not None else None
@@ -40,15 +47,15 @@ class LlamaAttention:
             [prefix + name for name in names], params, hidden, bias=config.attention_bias, rope=rope
         )
         self.output = factory.row_linear(
-            prefix + "o_proj", params.num_heads * dim, hidden, bias=config.output_bias
+            prefix + output, params.num_heads * dim, hidden, bias=config.output_bias
         )
         q_norm = k_norm = self.width_norm = None
         if config.qk_norm == "head":
             q_norm, k_norm = (
-                factory.head_weight(f"{prefix}{name}_norm.weight", dim, rope) for name in ("q", "k")
+                factory.head_weight(f"{prefix}{name}.weight", dim, rope) for name in norms
             )
         elif config.qk_norm == "width":
-            self.width_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+            self.width_norm = factory.width_norm(prefix + norms[0], prefix + norms[1], params, eps, rope)
         sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None
         self.temperature = config.temperature
         self.attention = factory.attention(

@@ -112,6 +112,7 @@ _FAMILIES = {
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "GraniteMoeHybridForCausalLM": _family("GraniteMoeHybrid", *_MAMBA),
+    "Lfm2ForCausalLM": _family("Lfm2", "lfm2_config:Lfm2Config", "lfm2:Lfm2"),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
