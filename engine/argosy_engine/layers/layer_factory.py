@@ -411,9 +411,7 @@ class LayerFactory:
         if has_bias:
             bias = self.weights.take(name + ".bias", params.num_channels, shard=channels).float()
         own = params.of_rank(self.sharding.size)
-        return ShortConv(
-            own, ShortConvWeights(conv, bias), self.dtype, uses_triton=self._backend.uses_triton
-        )
+        return ShortConv(own, ShortConvWeights(conv, bias), self.dtype, uses_triton=self._backend.uses_triton)
 
     def head_weight(self, name: str, head_dim: int, rope: RopeParameters | None = None) -> torch.Tensor:
         """Return a weight [head_dim] of the elements of heads, in the order of `qkv_linear`."""

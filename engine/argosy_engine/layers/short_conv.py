@@ -1,7 +1,7 @@
 """ShortConv: what LFM2's short convolution computes between its projections, over the states of a step's requests.
 
-Of the three parts of what is projected, b gates the convolution's input x and c its output. Of each request a layer keeps
-the convolution's last inputs, in blocks (`attention.layer.StateLayer`).
+Of the three parts of what is projected, b gates the convolution's input x and c its output. Of each request a layer
+keeps the convolution's last inputs, in blocks (`attention.layer.StateLayer`).
 
 Our CPU kernels compute a layer in one call, Triton's kernels in one launch, and one more where there are prompts. Plain
 torch does what neither can.

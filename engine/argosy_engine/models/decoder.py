@@ -1,5 +1,5 @@
-"""Decoder: what Llama, DeepSeek, Qwen3-Next and hybrids with Mamba have in common, and the layer of those whose mixers
-differ.
+"""Decoder: what Llama, DeepSeek, Qwen3-Next, LFM2 and hybrids with Mamba have in common, and the layer of those whose
+mixers differ.
 
 A layer gets and gives a pair of tensors whose sum is the hidden states: the sum is left to the next norm, which reads
 both anyway.

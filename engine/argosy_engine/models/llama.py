@@ -51,9 +51,7 @@ class LlamaAttention:
         )
         q_norm = k_norm = self.width_norm = None
         if config.qk_norm == "head":
-            q_norm, k_norm = (
-                factory.head_weight(f"{prefix}{name}.weight", dim, rope) for name in norms
-            )
+            q_norm, k_norm = (factory.head_weight(f"{prefix}{name}.weight", dim, rope) for name in norms)
         elif config.qk_norm == "width":
             self.width_norm = factory.width_norm(prefix + norms[0], prefix + norms[1], params, eps, rope)
         sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None

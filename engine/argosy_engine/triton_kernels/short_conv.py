@@ -1,5 +1,5 @@
-"""LFM2's short convolution between its projections, over states in blocks: one launch, and one more where there are prompts
-(`state_steps.keep_inputs`). For where states are, see `mamba`.
+"""LFM2's short convolution between its projections, over states in blocks: one launch, and one more where there are
+prompts (`state_steps.keep_inputs`). For where states are, see `mamba`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _short_conv(
         request = tl.minimum(tl.load(requests_ptr + token), num_requests - 1).to(tl.int64)
     start, end, computed = tokens_of(starts_ptr, lens_ptr, request)
     if token >= end:
-        tl.store(out_ptr + token * channels + columns, tl.zeros([BLOCK], dtype=tl.float32).to(dtype), mask=mask)
+        tl.store(
+            out_ptr + token * channels + columns, tl.zeros([BLOCK], dtype=tl.float32).to(dtype), mask=mask
+        )
         return
     index = token - start
     channels_before = tl.where(computed > 0, channels, 0)
