@@ -223,7 +223,8 @@ class _Inputs:
         for ends, lens, blocks in (([1, 5], [1, 4], [1, 2]), ([1, 2], [2, 5], [3, 2])):
             table = torch.tensor([[block] for block in blocks], dtype=torch.int32, device=device)
             if first:
-                state.states[0][3], state.states[1][3] = state.states[0][1], state.states[1][1]
+                for each in state.states:
+                    each[3] = each[1]
             starts, seq_lens = np.array([0, *ends], np.int32), np.array(lens, np.int32)
             count = ends[-1]
             meta = AttentionMetadata(

@@ -117,7 +117,7 @@ def short_conv(
     launch(
         _short_conv,
         (len(bcx), triton.cdiv(channels, block)),
-        num_warps=max(block // 256, 1),
+        num_warps=max(block // 128, 1),
         num_stages=1,
         bcx_ptr=bcx,
         requests_ptr=requests,
