@@ -36,6 +36,7 @@ _LATENTS = {
     "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [3, 7], "mamba_n_heads": 32, "mamba_d_state": 128},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
     "gpt_oss": {"intermediate_size": 1024},

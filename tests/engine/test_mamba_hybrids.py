@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,10 @@ SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
         "granitemoehybrid",
         {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope", "num_key_value_heads": 4},
     ),
-    ("granitemoehybrid", {"num_experts_per_tok": 3, "mamba_expand": 3, "mamba_n_heads": 6, "mamba_d_state": 32}),
+    (
+        "granitemoehybrid",
+        {"num_experts_per_tok": 3, "mamba_expand": 3, "mamba_n_heads": 6, "mamba_d_state": 32},
+    ),
     ("bamba", {"mamba_d_conv": 2, "mamba_d_state": 24}),
     (
         "bamba",

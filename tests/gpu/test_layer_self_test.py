@@ -9,7 +9,7 @@ import transformers
 from argosy_engine.layers import triton_layer_kernels
 from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import fused_moe, gated_delta_net, mamba
+from argosy_engine.triton_kernels import fused_moe, gated_delta_net, mamba, short_conv
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -35,8 +35,11 @@ def test_our_kernels_pass_for_other_experts(model_type, tmp_path):
     assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
-def test_our_kernels_pass_for_mamba(tmp_path):
-    write_checkpoint("bamba", tmp_path, mamba_n_groups=4)
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("bamba", {"mamba_n_groups": 4}), ("lfm2", {}), ("falcon_h1", {})]
+)
+def test_our_kernels_pass_for_other_states(model_type, fields, tmp_path):
+    write_checkpoint(model_type, tmp_path, **fields)
     assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
@@ -98,6 +101,13 @@ def test_a_wrong_mamba_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(mamba, "mamba", scaled(mamba.mamba))
     write_checkpoint("bamba", tmp_path)
     assert "Mamba is wrong by" in layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU)
+
+
+def test_a_wrong_short_convolution_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(short_conv, "short_conv", scaled(short_conv.short_conv))
+    write_checkpoint("lfm2", tmp_path)
+    reason = layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU)
+    assert "short convolution is wrong by" in reason
 
 
 def test_a_kernel_that_fails_is_a_reason(monkeypatch, tmp_path):

@@ -91,7 +91,11 @@ def test_decodes_take_three_launches():
 
 @torch.inference_mode()
 def test_a_model_has_the_logits_of_transformers(tmp_path):
-    fields = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 2}
+    fields = {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_groups": 2,
+    }
     reference = write_checkpoint("granitemoehybrid", tmp_path, **fields)
     token_ids = list(range(2, 21))
     expected = reference(torch.tensor([token_ids])).logits[0]

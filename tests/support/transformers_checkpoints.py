@@ -18,11 +18,11 @@ from argosy_engine.checkpoint.model_path import resolve_model
 
 # fmt: off
 MODEL_TYPES = (
-    "apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v4",
+    "apertus", "arcee", "bamba", "bitnet", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v4",
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2",
     "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
-    "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hy_v3",
-    "jetmoe", "kimi_linear", "lfm2", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2",
+    "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense",
+    "hy_v3", "jetmoe", "kimi_linear", "lfm2", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2",
     "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral",
     "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",

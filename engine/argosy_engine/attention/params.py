@@ -251,3 +251,20 @@ class MambaParams(Struct, frozen=True, kw_only=True):
             num_heads=self.num_heads // tensor_parallel_size,
             num_groups=self.num_groups // tensor_parallel_size,
         )
+
+
+class ShortConvParams(Struct, frozen=True, kw_only=True):
+    """Constants of LFM2's short convolution, which mixes tokens by itself."""
+
+    num_channels: int
+    kernel_size: int
+    """Tokens that the convolution sees, the newest included."""
+
+    @property
+    def state(self) -> StateParams:
+        """The last inputs of the convolution, [kernel_size - 1, num_channels]."""
+        return StateParams((StateTensor((self.kernel_size - 1, self.num_channels), "model", divided_dim=1),))
+
+    def of_rank(self, tensor_parallel_size: int) -> ShortConvParams:
+        """Return the constants of the channels that one of several tensor-parallel ranks computes."""
+        return msgspec.structs.replace(self, num_channels=self.num_channels // tensor_parallel_size)

@@ -13,6 +13,9 @@
     mlp                    gated MLPs and mixtures of experts, as a model sees them
     experts                the experts' weighted sum, and what computes it
     delta_net              Gated DeltaNets between their projections, and what computes them
+    mamba                  Mamba-2 layers between their projections, and what computes them
+    short_conv             LFM2's short convolutions between their projections, and what computes them
+    causal_conv            the convolution of all three, in plain torch
     token_exchange         tokens of all engine cores, for experts that they share
 
     layer_kernels          what computes norms and activations

@@ -20,6 +20,7 @@ from argosy_engine.attention.params import (
     LatentAttentionParams,
     LayerParams,
     MambaParams,
+    ShortConvParams,
 )
 from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
@@ -42,6 +43,7 @@ from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMe
 from argosy_engine.layers.mamba import Mamba, MambaWeights
 from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.layers.short_conv import ShortConv, ShortConvWeights
 from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.rope_config import RopeParameters
@@ -391,6 +393,25 @@ class LayerFactory:
         return Mamba(
             params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
         )
+
+    def short_conv(self, name: str, params: ShortConvParams, *, has_bias: bool) -> ShortConv:
+        """Make what a short convolution computes between its projections, of which a rank computes its channels.
+
+        Args:
+            name: of the convolution.
+            params: of all ranks.
+            has_bias: whether the checkpoint has a bias of it.
+        """
+        channels = Shard(0, (self.sharding.part(params.num_channels),))
+        weight = self.weights.take(
+            name + ".weight", params.num_channels, 1, params.kernel_size, shard=channels
+        )
+        conv = weight[:, 0].t().float().contiguous()
+        bias = conv.new_zeros(conv.shape[1])
+        if has_bias:
+            bias = self.weights.take(name + ".bias", params.num_channels, shard=channels).float()
+        own = params.of_rank(self.sharding.size)
+        return ShortConv(own, ShortConvWeights(conv, bias), self.dtype, uses_triton=self._backend.uses_triton)
 
     def head_weight(self, name: str, head_dim: int, rope: RopeParameters | None = None) -> torch.Tensor:
         """Return a weight [head_dim] of the elements of heads, in the order of `qkv_linear`."""

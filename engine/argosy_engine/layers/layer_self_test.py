@@ -1,5 +1,6 @@
-"""Self-test of the Triton kernels of norms, gated activations, experts, Gated DeltaNets and Mamba: small inputs of the
-model's widths, on the device, against plain torch in float32. That of attention: `attention.self_test`."""
+"""Self-test of the Triton kernels of norms, gated activations, experts, Gated DeltaNets, Mamba and short convolutions:
+small inputs of the model's widths, on the device, against plain torch in float32. That of attention:
+`attention.self_test`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import DeltaNetParams, MambaParams, StateParams
+from argosy_engine.attention.params import DeltaNetParams, MambaParams, ShortConvParams, StateParams
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.fp8_linear import FP8, MAX_FP8, quantized
@@ -20,6 +21,7 @@ from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, To
 from argosy_engine.layers.linear import GatedLinear, Linear
 from argosy_engine.layers.linear_kernels import SplitGatedLinear, TorchLinear
 from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
+from argosy_engine.layers.short_conv import ShortConvWeights, TorchShortConv, TritonShortConv
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
@@ -137,6 +139,13 @@ class _Inputs:
                 _EPS,
             )
 
+        self._short_conv: ShortConvParams | None = getattr(config, "short_conv", None)
+        if self._short_conv is not None:
+            width = self._short_conv.num_channels
+            self._conv_inputs = self._draw(_DELTA_TOKENS, 3 * width)
+            factors = self._draw(self._short_conv.kernel_size, width)
+            self._conv_weights = ShortConvWeights(factors, self._draw(width))
+
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
 
@@ -166,6 +175,10 @@ class _Inputs:
             mamba = TorchMamba if isinstance(kernels, TorchLayerKernels) else TritonMamba
             of_mamba = mamba(self._mamba, self._mamba_weights)
             yield "Mamba", self._run_states(self._mamba.state, of_mamba, (self._mamba_inputs,), dtype)
+        if self._short_conv is not None:
+            conv = TorchShortConv if isinstance(kernels, TorchLayerKernels) else TritonShortConv
+            of_conv, given = conv(self._conv_weights), (self._conv_inputs,)
+            yield "short convolution", self._run_states(self._short_conv.state, of_conv, given, dtype)
 
     def _fp8_outputs(
         self, kernels: LayerKernels, dtype: torch.dtype, quantization: RowQuantization
@@ -210,7 +223,8 @@ class _Inputs:
         for ends, lens, blocks in (([1, 5], [1, 4], [1, 2]), ([1, 2], [2, 5], [3, 2])):
             table = torch.tensor([[block] for block in blocks], dtype=torch.int32, device=device)
             if first:
-                state.states[0][3], state.states[1][3] = state.states[0][1], state.states[1][1]
+                for each in state.states:
+                    each[3] = each[1]
             starts, seq_lens = np.array([0, *ends], np.int32), np.array(lens, np.int32)
             count = ends[-1]
             meta = AttentionMetadata(

@@ -1,9 +1,9 @@
 """Mamba: what a Mamba-2 layer computes between its projections, over the states of a step's requests.
 
-x, B and C go through a short causal convolution and silu; each head applies the selective state space (arXiv 2405.21060),
-whose step size per token decays its state and scales what is added to it; D passes x by, z gates, and an RMSNorm of
-each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and the heads' states, in
-blocks (`attention.layer.StateLayer`).
+x, B and C go through a short causal convolution and silu; each head applies the selective state space (arXiv
+2405.21060), whose step size per token decays its state and scales what is added to it; D passes x by, z gates, and an
+RMSNorm of each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and
+the heads' states, in blocks (`attention.layer.StateLayer`).
 
 Our CPU kernels compute a layer in one call, Triton's kernels in three launches, and three more where there are prompts.
 Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a few
@@ -151,11 +151,19 @@ class TritonMamba:
         requests = chunks = None
         if len(zxbcdt) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
             requests, chunks = self._prompts(meta, len(zxbcdt))
+        weights, (conv_states, states) = self._weights, state.states
         return self._kernels.mamba(
             self._shape,
             zxbcdt,
-            *self._weights,
-            *state.states,
+            weights.conv,
+            weights.conv_bias,
+            weights.rates,
+            weights.dt_bias,
+            weights.skip,
+            weights.norm,
+            weights.eps,
+            conv_states,
+            states,
             requests,
             chunks,
             meta.query_start_loc,

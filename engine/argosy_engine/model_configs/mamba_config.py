@@ -182,11 +182,9 @@ def _granite_hybrid(raw: RawConfig) -> dict[str, Any]:
 def _bamba(raw: RawConfig) -> dict[str, Any]:
     with_attention = raw.get("attn_layer_indices") or ()
     positions = raw.get("max_position_embeddings", 262144)
-    rope = shared_rope_fields(
-        {name: value for name, value in raw.items() if name != "partial_rotary_factor"},
-        max_position_embeddings=positions,
-        is_partial=True,
-    )
+    rope = shared_rope_fields(raw, max_position_embeddings=positions, is_partial=True)
+    # Only the entry's: transformers overwrites one beside it.
+    part = (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).get("partial_rotary_factor")
     kinds = ["attention" if index in with_attention else "mamba" for index in range(layer_count(raw))]
     return {
         **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
@@ -194,7 +192,7 @@ def _bamba(raw: RawConfig) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
         "positions": positions,
-        "rope": {"partial_rotary_factor": 0.5, **rope},
+        "rope": {**rope, "partial_rotary_factor": 0.5 if part is None else part},
     }
 
 

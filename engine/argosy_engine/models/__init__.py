@@ -1,10 +1,12 @@
 """Model architectures: the forward pass over flattened tokens, made of `layers` from a `checkpoint`.
 
     registry               architectures by their name in config.json
-    decoder                what llama, qwen3_next and deepseek have in common
+    decoder                what llama, qwen3_next, mamba_hybrid, lfm2 and deepseek have in common
     llama                  Llama and what differs from it by its config: Qwen, Mistral, GLM, gpt-oss, ...
     layer_norm_decoder     Cohere, Cohere 2, StarCoder 2
     qwen3_next             Qwen3-Next and Qwen3.5
+    mamba_hybrid           Granite 4, Bamba and Falcon-H1
+    lfm2                   LFM2
     gemma                  Gemma 2 and the text part of Gemma 3
     deepseek               DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2, opt              GPT-2, OPT

@@ -1,5 +1,5 @@
-"""Decoder: what Llama, DeepSeek, Qwen3-Next and hybrids with Mamba have in common, and the layer of those whose mixers
-differ.
+"""Decoder: what Llama, DeepSeek, Qwen3-Next, LFM2 and hybrids with Mamba have in common, and the layer of those whose
+mixers differ.
 
 A layer gets and gives a pair of tensors whose sum is the hidden states: the sum is left to the next norm, which reads
 both anyway.
@@ -86,11 +86,9 @@ class MixerLayer(Generic[MixerT]):
         hidden = config.hidden_size
         self.mixer, self.mlp = mixer, mlp
         self.multiplier = multiplier
-        blocks: tuple[TakesRows, TakesRows] = (mixer, mlp)
-        self.input_norm, self.post_norm = (
-            factory.input_norm(prefix + name, hidden, eps, feeds=block, adds_one=adds_one)
-            for name, block in zip(norms, blocks, strict=True)
-        )
+        first, second = norms
+        self.input_norm = factory.input_norm(prefix + first, hidden, eps, feeds=mixer, adds_one=adds_one)
+        self.post_norm = factory.input_norm(prefix + second, hidden, eps, feeds=mlp, adds_one=adds_one)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata

@@ -26,7 +26,11 @@ from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
 class LlamaAttention:
-    """Attention with its projections, from normed hidden states to what is added to the residual."""
+    """Attention with its projections, from normed hidden states to what is added to the residual.
+
+    Args:
+        output, norms: names of the output projection, and of the norms of q and k.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,9 @@ class LlamaAttention:
         index: int,
         params: AttentionParams,
         rotary: RotaryEmbedding | None,
+        *,
+        output: str = "o_proj",
+        norms: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
         hidden, dim, eps = config.hidden_size, params.head_dim, config.rms_norm_eps
         rope = config.rope if rotary is not None else None
@@ -44,18 +51,16 @@ class LlamaAttention:
             [prefix + name for name in names], params, hidden, bias=config.attention_bias, rope=rope
         )
         self.output = factory.row_linear(
-            prefix + "o_proj", params.num_heads * dim, hidden, bias=config.output_bias
+            prefix + output, params.num_heads * dim, hidden, bias=config.output_bias
         )
         q_norm = k_norm = None
         self.heads_norm: WidthNorm | HeadsNorm | None = None
         if config.qk_norm == "head":
-            q_norm, k_norm = (
-                factory.head_weight(f"{prefix}{name}_norm.weight", dim, rope) for name in ("q", "k")
-            )
+            q_norm, k_norm = (factory.head_weight(f"{prefix}{name}.weight", dim, rope) for name in norms)
         elif config.qk_norm == "width":
-            self.heads_norm = factory.width_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+            self.heads_norm = factory.width_norm(prefix + norms[0], prefix + norms[1], params, eps, rope)
         elif config.qk_norm == "heads":
-            self.heads_norm = factory.heads_norm(prefix + "q_norm", prefix + "k_norm", params, eps, rope)
+            self.heads_norm = factory.heads_norm(prefix + norms[0], prefix + norms[1], params, eps, rope)
         elif config.qk_norm == "unweighted" and rope is not None:
             q_norm = k_norm = torch.ones(dim, dtype=factory.dtype, device=factory.device)
         sinks = factory.sinks(prefix + "sinks", params) if params.has_sinks else None

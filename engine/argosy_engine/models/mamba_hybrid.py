@@ -1,8 +1,8 @@
 """Decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and Falcon-H1.
 
 A Mamba layer keeps a state per request instead of keys and values. Attention and MLPs are Llama's, or Granite's
-mixtures of experts with an MLP that all tokens take besides. In Falcon-H1 each layer has both side by side, with factors
-on what they get and give.
+mixtures of experts with an MLP that all tokens take besides. In Falcon-H1 each layer has both side by side, with
+factors on what they get and give.
 """
 
 from __future__ import annotations

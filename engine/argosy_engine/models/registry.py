@@ -115,6 +115,7 @@ _FAMILIES = {
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
     "GraniteMoeHybridForCausalLM": _family("GraniteMoeHybrid", *_MAMBA),
+    "Lfm2ForCausalLM": _family("Lfm2", "lfm2_config:Lfm2Config", "lfm2:Lfm2"),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
     **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},

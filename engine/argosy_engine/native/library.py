@@ -148,6 +148,20 @@ class MambaStruct(Structure):
     )
 
 
+class ShortConvStruct(Structure):
+    """`ShortConv` of short_conv.h: the constants and states of one of LFM2's short convolutions."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("bias", c_void_p),
+        ("states", c_void_p),
+        ("num_states", c_int32),
+        ("block_size", c_int32),
+        ("channels", c_int32),
+        ("kernel", c_int32),
+    )
+
+
 MAX_DELTA_KEYS = 512
 """`kDeltaMaxKeys` of delta.h."""
 
@@ -165,6 +179,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_delta_net": (c_int, POINTER(DeltaNetStruct), POINTER(StepStruct), *(c_void_p,) * 4),
     "mamba_scratch": (POINTER(MambaStruct),),
     "mamba": (c_int, POINTER(MambaStruct), POINTER(StepStruct), *(c_void_p,) * 3),
+    "short_conv": (c_int, POINTER(ShortConvStruct), POINTER(StepStruct), *(c_void_p,) * 3),
     "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
     "decoder": (
@@ -317,8 +332,8 @@ class Kernels:
         return out
 
     def mamba(self, layer: MambaStruct, step: StepStruct, zxbcdt: torch.Tensor) -> torch.Tensor:
-        """Compute a Mamba-2 layer between its projections, [T, heads * head_dim], and the states of a step's requests in
-        place.
+        """Compute a Mamba-2 layer between its projections, [T, heads * head_dim], and the states of a step's requests
+        in place.
 
         Args:
             zxbcdt: `layers.mamba.Mamba`, contiguous; head_dim and state_size are multiples of `lanes`.
@@ -327,6 +342,18 @@ class Kernels:
         scratch = torch.empty(zxbcdt.shape[0] * self._library.argosy_mamba_scratch(layer))
         arrays = (zxbcdt, out, scratch)
         self._library.argosy_mamba(DTYPES[zxbcdt.dtype], layer, step, *(each.data_ptr() for each in arrays))
+        return out
+
+    def short_conv(self, layer: ShortConvStruct, step: StepStruct, bcx: torch.Tensor) -> torch.Tensor:
+        """Compute a short convolution between its projections, [T, channels], and the states of a step's requests in
+        place.
+
+        Args:
+            bcx: [T, 3 * channels], contiguous; channels is a multiple of `lanes`.
+        """
+        out, scratch = (torch.empty((bcx.shape[0], layer.channels), dtype=bcx.dtype) for _ in range(2))
+        arrays = (bcx, out, scratch)
+        self._library.argosy_short_conv(DTYPES[bcx.dtype], layer, step, *(each.data_ptr() for each in arrays))
         return out
 
     def sample(

@@ -12,6 +12,9 @@
     fused_moe                products of a mixture of experts
     moe_routing              which tokens go to which expert
     gated_delta_net          Gated DeltaNets between their projections
+    mamba                    Mamba-2 layers between their projections
+    short_conv               LFM2's short convolutions between their projections
+    state_steps              where the states of a step's requests are, and the last inputs of convolutions
     quantize_fp8             activations to FP8
     fp8_rows                 the same inside other kernels
 
@@ -29,5 +32,6 @@
 
 Nothing here is imported unless a backend on CUDA is chosen (or Triton's interpreter is asked for): importing Triton
 takes longer than loading a small model. The attention backend `triton`, `models.triton_layer_kernels`,
-`models.experts`, `layers.delta_net`, `models.quantization` and `sample.kernel_sampler` call the kernels.
+`models.experts`, `layers.delta_net`, `layers.mamba`, `layers.short_conv`, `models.quantization` and
+`sample.kernel_sampler` call the kernels.
 """

@@ -388,8 +388,10 @@ def gated_delta_net(
         norm: float32 [value_dim]; eps: of this norm.
         conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
         states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
-        requests: `state_steps.requests_of_tokens`; None: each request has one token, or is padding behind those that have.
-        chunks: `state_steps.chunks_of_prompts` of CHUNK_SIZE, on the device; None: there are no prompts, or all tokens are computed one by one.
+        requests: `state_steps.requests_of_tokens`; None: each request has one token, or is padding behind those that
+            have.
+        chunks: `state_steps.chunks_of_prompts` of CHUNK_SIZE, on the device; None: there are no prompts, or all
+            tokens are computed one by one.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.

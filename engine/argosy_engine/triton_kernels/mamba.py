@@ -7,10 +7,10 @@
     scan_chunks     of prompts the states, chunk by chunk, and what C reads from them
     gated_norm      gate by silu(z), and the RMSNorm of each group
 
-So decodes take three launches. Where states are, and whether a request has one, kernels find by themselves in the step's
-lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat them. A request
-without tokens is padding. States are read and written in place; within a step no block is read that another request
-writes.
+So decodes take three launches. Where states are, and whether a request has one, kernels find by themselves in the
+step's lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat them. A
+request without tokens is padding. States are read and written in place; within a step no block is read that another
+request writes.
 
 A program keeps a few columns of a head's state in registers, for columns do not depend on each other. Products are in
 float32, by three of tensor cores each.

@@ -38,6 +38,7 @@ def block_after(table_ptr, table_stride, request, num_tokens, BLOCK_SIZE: tl.con
 @triton.jit
 def _keep_inputs(
     inputs_ptr,
+    gates_ptr,
     starts_ptr,
     lens_ptr,
     table_ptr,
@@ -64,6 +65,10 @@ def _keep_inputs(
         at = end - start + (row + 1 - KERNEL_SIZE)
         new_ptr = inputs_ptr + (start + at).to(tl.int64) * inputs_stride + columns
         new = tl.load(new_ptr, mask=columns < tl.where(at >= 0, channels, 0), other=0.0)
+        if gates_ptr is not None:
+            gate_ptr = gates_ptr + (start + at).to(tl.int64) * inputs_stride + columns
+            gate = tl.load(gate_ptr, mask=columns < tl.where(at >= 0, channels, 0), other=0.0)
+            new = (new.to(tl.float32) * gate.to(tl.float32)).to(conv_states_ptr.dtype.element_ty)
         before_ptr = kept_ptr + (KERNEL_SIZE - 1 + at) * channels
         before = tl.load(before_ptr, mask=columns < tl.where(at < 0, channels_before, 0), other=0.0)
         tl.store(target_ptr + row * channels, tl.where(at >= 0, new, before), mask=columns < channels)
@@ -97,7 +102,11 @@ def chunks_of_prompts(starts: NDArray[np.int32], num_decodes: int, chunk_size: i
 
 
 def keep_inputs(
-    inputs: torch.Tensor, conv_states: torch.Tensor, num_requests: int, step: dict[str, Any]
+    inputs: torch.Tensor,
+    conv_states: torch.Tensor,
+    num_requests: int,
+    step: dict[str, Any],
+    gates: torch.Tensor | None = None,
 ) -> None:
     """Keep the last inputs of a convolution, for the next step. Runs after what reads those before.
 
@@ -105,6 +114,7 @@ def keep_inputs(
         inputs: [T, channels], or more in a row; rows may be strided.
         conv_states: [num_states, kernel_size - 1, channels] in the inputs' dtype, contiguous.
         step: arguments `starts_ptr`, `lens_ptr`, `table_ptr`, `table_stride` and `BLOCK_SIZE`, which kernels share.
+        gates: what inputs are multiplied by, rows of the same stride; None: nothing.
     """
     _, earlier, channels = conv_states.shape
     block = min(_KEPT_BLOCK, triton.next_power_of_2(channels))
@@ -114,6 +124,7 @@ def keep_inputs(
         num_warps=max(block // 256, 1),
         num_stages=1,
         inputs_ptr=inputs,
+        gates_ptr=gates,
         conv_states_ptr=conv_states,
         inputs_stride=inputs.stride(0),
         channels=channels,

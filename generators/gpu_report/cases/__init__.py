@@ -13,6 +13,7 @@ from gpu_report.cases import (
     rms_norm,
     rope_and_cache,
     sampling,
+    short_conv,
     silu_and_mul,
     top_logprobs,
 )
@@ -29,6 +30,7 @@ ALL_CASES: dict[str, Cases] = {
     "rms_norm": rms_norm.cases,
     "rope_and_cache": rope_and_cache.cases,
     "sampling": sampling.cases,
+    "short_conv": short_conv.cases,
     "silu_and_mul": silu_and_mul.cases,
     "top_logprobs": top_logprobs.cases,
 }

@@ -14,7 +14,9 @@ from gpu_report.case import Case
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHAPES = {
     "48 heads of 64, states of 128 (Granite 4.0 H Tiny)": MambaShape(48, 64, 1, 128, 4, "after_gate"),
-    "128 heads of 64, states of 128 (Granite 4.0 H Small, Bamba)": MambaShape(128, 64, 1, 128, 4, "after_gate"),
+    "128 heads of 64, states of 128 (Granite 4.0 H Small, Bamba)": MambaShape(
+        128, 64, 1, 128, 4, "after_gate"
+    ),
     "24 heads of 64, states of 256 (Falcon-H1)": MambaShape(24, 64, 1, 256, 4, None),
     "128 heads of 80 in 8 groups, states of 128 (Nemotron-H)": MambaShape(128, 80, 8, 128, 4, "after_gate"),
 }
@@ -31,7 +33,9 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
     part = MambaShape(16, 80, 1, 128, 4, "after_gate")
     yield Case("bf16, 16 heads of 80, states of 128", _call(part, torch.bfloat16))
     before = MambaShape(8, 128, 2, 64, 4, "before_gate")
-    yield Case("bf16, 8 heads of 128 in 2 groups, states of 64, norm before the gate", _call(before, torch.bfloat16))
+    yield Case(
+        "bf16, 8 heads of 128 in 2 groups, states of 64, norm before the gate", _call(before, torch.bfloat16)
+    )
 
 
 def _call(shape: MambaShape, dtype: torch.dtype, *, has_prompts: bool = True) -> Callable[[], object]:

@@ -1,9 +1,10 @@
-// C interface of delta.h, mamba.h, pool.h, rows.h and sampling.h. Mirrored in library.py.
+// C interface of delta.h, mamba.h, pool.h, rows.h, sampling.h and short_conv.h. Mirrored in library.py.
 #include "rows.h"
 
 #include "delta.h"
 #include "mamba.h"
 #include "sampling.h"
+#include "short_conv.h"
 
 using namespace argosy;
 
@@ -56,6 +57,13 @@ void argosy_mamba(int dtype, const Mamba* of, const Step* step, const void* zxbc
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
     mamba(*of, *step, static_cast<const T*>(zxbcdt), static_cast<T*>(out), scratch);
+  });
+}
+
+void argosy_short_conv(int dtype, const ShortConv* of, const Step* step, const void* bcx, void* out, void* scratch) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    short_conv(*of, *step, static_cast<const T*>(bcx), static_cast<T*>(out), static_cast<T*>(scratch));
   });
 }
 

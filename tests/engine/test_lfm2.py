@@ -1,0 +1,130 @@
+"""LFM2 by our own code: what its configs and checkpoints may say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.lfm2_config import Lfm2Config
+from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
+from argosy_engine.model_configs.stage import check_pipeline_parallel
+from argosy_engine.models.config_file import load_model_config, parse_config
+from rank_logits import TOKENS, logits_of
+from thread_ranks import run_threads
+from transformers_checkpoints import small_config, write_checkpoint
+from transformers_sweep import served
+
+ARCHITECTURE = {"architectures": ["Lfm2ForCausalLM"]}
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"block_multiple_of": 32, "conv_L_cache": 4},
+    {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 2},
+    {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "block_ffn_dim_multiplier": 0.7},
+    {"layer_types": ["full_attention"] * 4, "norm_eps": 0.1},
+)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fields", SHAPES, ids=range(len(SHAPES)))
+def test_greedy_tokens_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    found = served(write_checkpoint("lfm2", tmp_path, **fields), tmp_path, model_impl="argosy")
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
+    assert isinstance(load_model_config(tmp_path), Lfm2Config)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) -> None:
+    reference = write_checkpoint("lfm2", tmp_path)
+    found = served(reference, tmp_path, model_impl="argosy", async_scheduling=async_scheduling)
+    assert found[:2] == ("served", "")
+    assert found.preemptions
+
+
+def test_names_of_the_first_release_mean_what_they_mean_to_transformers(tmp_path: Path) -> None:
+    write_checkpoint("lfm2", tmp_path, block_multiple_of=32, tie_word_embeddings=True)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw |= {
+        "block_ff_dim": raw.pop("intermediate_size"),
+        "tie_embedding": True,
+        "tie_word_embeddings": False,
+        "layer_types": None,
+        "full_attn_idxs": [1, 3],
+    }
+    file.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    assert served(reference.eval(), tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+def test_two_ranks_have_the_logits_of_transformers(tmp_path: Path) -> None:
+    reference = write_checkpoint("lfm2", tmp_path, conv_bias=True)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
+    assert torch.equal(*ranks)
+
+
+def test_a_missing_field_means_what_it_means_to_transformers() -> None:
+    """Or the config is refused."""
+    config_class = CONFIG_MAPPING["lfm2"]
+    num_compared = 0
+    for config in (config_class(), small_config("lfm2")):
+        whole = config.to_dict()
+        for name in whole:
+            raw = {field: value for field, value in whole.items() if field != name}
+            try:
+                theirs = config_class.from_dict(raw).to_dict()
+                ours = parse_config({**raw, **ARCHITECTURE}, {}, {}, "argosy")
+            except Exception:  # of their validation, or our refusal
+                continue
+            expected = parse_config({**theirs, **ARCHITECTURE}, {}, {}, "argosy")
+            expected = replace(expected, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids)
+            assert ours == expected, name
+            num_compared += 1
+    assert num_compared > 20
+
+
+def config_of(**fields: Any) -> Lfm2Config:
+    raw = {**small_config("lfm2").to_dict(), **fields, **ARCHITECTURE}
+    config = parse_config(raw, {}, {}, "argosy")
+    assert isinstance(config, Lfm2Config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["conv"] * 4}, "no layer has attention"),
+        ({"layer_types": ["full_attention"] * 3}, "3 layer_types for 4 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ({"conv_L_cache": 1}, "conv_kernel_size"),
+        ({"conv_L_cache": 10**9}, "conv_kernel_size"),
+        ({"block_multiple_of": 0}, "malformed"),
+    ],
+)
+def test_what_our_code_does_not_compute_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(**fields)
+
+
+def test_how_it_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match="hidden_size 62 is not a multiple of it"):
+        check_tensor_parallel(config_of(hidden_size=62, head_dim=16), 4, False)
+    with pytest.raises(ConfigError, match="keep a state per request, which stages do not support"):
+        check_pipeline_parallel(config_of(), 2)
+
+
+def test_states_are_those_of_a_rank() -> None:
+    (state, *_) = config_of(conv_L_cache=4).state_layers
+    assert state.of_rank(2).tensors[0].shape == (3, 32)
+    assert state.kv_cache_spec(2).page_bytes == 3 * 64 * 2
