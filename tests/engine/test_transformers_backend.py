@@ -121,12 +121,11 @@ def test_doctor_names_flags_that_do_not_work(flags: dict[str, Any], message: str
         diagnose(EngineArgs.of(model=str(foreign), **flags), DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30))
 
 
-@pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_it_runs_on_one_device(flag: str, foreign: Path) -> None:
+def test_it_is_no_pipeline(foreign: Path) -> None:
     with pytest.raises(
-        ConfigError, match="-parallel-size 2: transformers' modelling code runs on one device"
+        ConfigError, match="--pipeline-parallel-size 2: transformers' modelling code has no stages"
     ):
-        check_model(EngineArgs.of(model=str(foreign), **{flag: 2}))
+        check_model(EngineArgs.of(model=str(foreign), pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,11 @@ def test_types_matter_to_bert_and_are_left_out_if_the_tokenizer_says_so(tmp_path
 def test_prompts_fill_steps_whole(tmp_path: Path) -> None:
     """A budget below the longest prompt is raised to it; caps on chunks and a prefix cache change nothing."""
     reference = write_encoder("bert", tmp_path)
-    flags: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 3, "long_prefill_token_threshold": 16}
+    flags: dict[str, Any] = {
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 3,
+        "long_prefill_token_threshold": 16,
+    }
     expected = [F.normalize(states(reference, prompt).mean(dim=0), dim=0) for prompt in prompts()]
     with closing(LLM(str(tmp_path), **EXACT, **flags, pooler_config={"pooling_type": "MEAN"})) as llm:
         assert llm.config.max_num_batched_tokens == 128
@@ -311,10 +315,13 @@ def test_labels_by_tokens_are_of_decoders(tmp_path: Path) -> None:
     assert "an encoder has a head of its own" in refusal(tmp_path, hf_overrides=overrides)
 
 
-@pytest.mark.parametrize("flag", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_it_runs_on_one_device(flag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("tensor_parallel_size", "an encoder runs on one"), ("pipeline_parallel_size", "no stages")],
+)
+def test_it_runs_on_one_device(flag: str, message: str, tmp_path: Path) -> None:
     write_encoder("bert", tmp_path)
-    with pytest.raises(ConfigError, match="runs on one device"):
+    with pytest.raises(ConfigError, match=message):
         check_model(EngineArgs.of(model=str(tmp_path), **{flag: 2}))
 
 

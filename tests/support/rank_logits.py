@@ -10,9 +10,11 @@ import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.checkpoint.stored_tensors import with_stored_experts
+from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
+from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.loader import load_model, plan_weights
+from argosy_engine.models.loader import complete_config, load_model, plan_weights
 from attention_cases import bind_sequence, sequence_inputs
 from thread_ranks import ThreadCommunicator
 
@@ -26,9 +28,10 @@ def logits_of(
     communicator: ThreadCommunicator | None = None,
     sharding: Sharding = WHOLE,
     load_format: Literal["auto", "dummy"] = "auto",
+    use: ModelUse = AS_IT_IS,
 ) -> torch.Tensor:
-    """Logits [T, vocab_size] of one sequence in two steps, as one rank gets them."""
-    config = load_model_config(path)
+    """Logits [T, vocab_size] of one sequence in two steps, as one rank gets them; states of a model that pools."""
+    config = complete_config(load_model_config(path, use), sharding.size)
     own = [params.of_rank(sharding.size) for params in config.attention_layers]
     backend = select_backend(AttentionNeeds("cpu", "float32", BLOCK_SIZE, own))
     loaded = load_model(
@@ -43,12 +46,14 @@ def logits_of(
         sharding=sharding,
         communicator=communicator,
     )
-    planned = config if load_format == "dummy" else with_stored_experts(path, config)
-    assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements
+    if not isinstance(config, TransformersConfig):  # whose names are not the checkpoint's
+        planned = config if load_format == "dummy" else with_stored_experts(path, config)
+        assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements
     model, count = loaded.model, len(TOKENS)
     bind_sequence(model, count, BLOCK_SIZE)
     steps = []
     for start, stop in ((0, count - 1), (count - 1, count)):
         inputs = sequence_inputs(model, TOKENS[start:stop], start, count, BLOCK_SIZE)
-        steps.append(model.logits(model.forward(inputs)))
+        head = model.logits if config.pooling is None else model.last_hidden_state
+        steps.append(head(model.forward(inputs)))
     return torch.cat(steps)

@@ -141,7 +141,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         from argosy_engine.models.loader import complete_config  # which imports torch
 
         config.check_flags(args.quantization, has_fp8_kv_cache=args.has_fp8_kv_cache)
-        config = complete_config(config)
+        config = complete_config(config, ranks)
         if isinstance(config, TransformersConfig) and config.wrapper is not None:
             elements = without_parts(elements, config.unserved_parts)
     elements = stage_elements(config, elements, stages)

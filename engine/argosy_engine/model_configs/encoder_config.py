@@ -57,6 +57,10 @@ class EncoderConfig(TransformersConfig, frozen=True, kw_only=True):
     """Which states its head for labels takes."""
 
     @property
+    def undivided_layers(self) -> str | None:
+        return "an encoder runs on one device"
+
+    @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         return ()
 

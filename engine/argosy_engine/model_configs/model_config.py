@@ -39,7 +39,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     refused_dtypes: ClassVar[Mapping[str, str]] = {}
     """Maps dtypes that the family cannot run in to the reason."""
     undivided: ClassVar[str | None] = None
-    """Why the family cannot be divided among devices; None: it can."""
+    """Why the family cannot be divided among pipeline stages, or devices at all; None: it can."""
     computes_whole_prompts: ClassVar[bool] = False
     """Whether tokens attend to later ones, so that a prompt is computed in one step, and nothing is kept of it."""
     widens_fp8: ClassVar[bool] = False
@@ -73,6 +73,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Architecture of the checkpoint if this is its text part (`wrapper_config`)."""
     pooling: PoolingSpec | None = None
     """What it computes if it is served for pooling; None: it generates."""
+
+    @property
+    def undivided_layers(self) -> str | None:
+        """Why tensor-parallel ranks cannot divide the layers; None: they can, if sizes allow it."""
+        return self.undivided
 
     @property
     def attention_layers(self) -> tuple[LayerParams, ...]:

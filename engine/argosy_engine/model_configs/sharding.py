@@ -97,11 +97,14 @@ def check_tensor_parallel(
     Raises:
         ConfigError: it cannot; the message tells the sizes that are possible.
     """
-    if config.undivided is not None and (size > 1 or enable_expert_parallel):
+    if config.undivided_layers is not None and (size > 1 or enable_expert_parallel):
         flag = "--enable-expert-parallel" if enable_expert_parallel else f"--tensor-parallel-size {size}"
-        raise ConfigError(f"{flag}: {config.undivided}; leave it out, or use --data-parallel-size")
+        raise ConfigError(f"{flag}: {config.undivided_layers}; leave it out, or use --data-parallel-size")
     if enable_expert_parallel and not config.num_routed_experts:
-        raise ConfigError(f"--enable-expert-parallel: {config.architecture} has no experts; leave it out")
+        reason = "has no experts"
+        if config.undivided is not None:
+            reason = "runs on transformers' modelling code, whose experts are divided like other layers"
+        raise ConfigError(f"--enable-expert-parallel: {config.architecture} {reason}; leave it out")
     if (
         enable_expert_parallel
         and data_parallel_size > 1

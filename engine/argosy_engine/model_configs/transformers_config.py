@@ -34,7 +34,7 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
     """A causal decoder of transformers'."""
 
     widens_fp8: ClassVar[bool] = True
-    undivided: ClassVar[str | None] = "transformers' modelling code runs on one device"
+    undivided: ClassVar[str | None] = "transformers' modelling code has no stages"
 
     intermediate_size: Size
     fields: str
@@ -55,6 +55,17 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
     """Of each layer with a state the module's name, and the names of what it keeps."""
     numbers_tokens: bool = False
     """Whether the model numbers the tokens of a step by itself, besides the positions that it is given."""
+
+    has_plan: bool = False
+    """Whether transformers says how ranks divide the decoder (`base_model_tp_plan`)."""
+
+    @property
+    def undivided_layers(self) -> str | None:
+        if self.wrapper is not None:
+            return "models for images run on one device on transformers' modelling code"
+        if not self.has_plan:
+            return f"transformers has no plan (base_model_tp_plan) to divide {self.architecture}"
+        return None
 
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:
@@ -130,6 +141,7 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
             ),
             "sliding_windows": (None,) * config.num_hidden_layers,
             "fields": fields,
+            "has_plan": bool(getattr(config, "base_model_tp_plan", None)),
             "transformers_version": version,
         }
 

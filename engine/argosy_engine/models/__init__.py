@@ -16,6 +16,7 @@
     transformers_attention the function by which it computes attention
     transformers_classes   which class of transformers' is a checkpoint's, and what of it is served
     transformers_follow    finds out what it computes before anything is loaded
+    transformers_plan      divides it among ranks by transformers' own plan
     transformers_weights   its checkpoint, quantised or not, by transformers' loader
     transformers_states    what its layers keep that have states
     transformers_encoder   encoders such as BERT, for embeddings and labels

@@ -53,17 +53,21 @@ class LoadedModel:
     """Number of elements that the model took of each tensor, by name."""
 
 
-def complete_config(config: ModelConfig) -> ModelConfig:
+def complete_config(config: ModelConfig, tensor_parallel_size: int = 1) -> ModelConfig:
     """Return the config with the attention of its layers, which those of our own families tell by themselves.
 
     Raises:
-        ConfigError: transformers' model computes something that this engine does not.
+        ConfigError: transformers' model computes something that this engine does not, or its plan does not divide it
+            among so many ranks.
     """
     if not isinstance(config, TransformersConfig):
         return config
-    from argosy_engine.models.transformers_follow import follow
+    from argosy_engine.models.transformers_follow import check_plan, follow
 
-    return follow(config)
+    config = follow(config)
+    if tensor_parallel_size > 1:
+        check_plan(config, tensor_parallel_size)
+    return config
 
 
 def plan_weights(
@@ -140,6 +144,7 @@ def load_model(
             has_fp8_kv_cache=has_fp8_kv_cache,
             seed=seed if load_format == "dummy" else None,
             compiler=compiler,
+            communicator=communicator if sharding.size > 1 else None,
             on_read=on_read,
         )
     if load_format != "dummy":
@@ -211,12 +216,14 @@ def _load_transformers(
     has_fp8_kv_cache: bool,
     seed: int | None,
     compiler: LayerCompiler | None,
+    communicator: Communicator | None,
     on_read: Callable[[int, int], None] | None,
 ) -> LoadedModel:
     """Load a model of transformers', and hold its first steps against its own attention.
 
     Args:
         seed: of random weights; None: the checkpoint's.
+        communicator: of the ranks that share the layers; None: there is one.
     """
     from argosy_engine.models.transformers_encoder import TransformersEncoder
     from argosy_engine.models.transformers_probe import probe, probe_encoder
@@ -242,6 +249,7 @@ def _load_transformers(
             dtype=dtype,
             device=device,
             seed=seed,
+            communicator=communicator,
             on_loaded=lambda share: progress.advance(int(share * stored) - progress.done_bytes),
         )
         progress.advance(stored - progress.done_bytes)

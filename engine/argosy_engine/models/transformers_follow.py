@@ -35,6 +35,7 @@ from argosy_engine.models.transformers_classes import (
     take_away,
     text_model,
 )
+from argosy_engine.models.transformers_plan import PlannedRank, divide
 from argosy_engine.models.transformers_states import FollowedStates, cache_argument, cache_parameter
 
 logger = logging.getLogger(__name__)
@@ -284,6 +285,45 @@ def follow(config: TransformersConfig) -> TransformersConfig:
         state_layers=tuple(params for _, _, params in kept),
         state_calls=tuple((name, names) for name, names, _ in kept),
         calls=tuple((each.module, each.query_dim, each.value_dim, each.sinks) for each in follower.layers),
+    )
+
+
+def check_plan(config: TransformersConfig, size: int) -> None:
+    """Check that a followed model's own plan divides it among `size` tensor-parallel ranks as our KV cache needs it:
+    each computes its share of the heads of every layer.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.state_layers:
+        raise ConfigError(_undivided(config, size, "its layers keep states, which are not divided"))
+    for layer in config.attention:
+        if layer.num_kv_heads % size or layer.num_heads % size:
+            reason = f"{layer.num_heads} heads and {layer.num_kv_heads} KV heads are not multiples of it"
+            raise ConfigError(_undivided(config, size, reason))
+    try:
+        model = _empty_model(config)
+        divide(model, PlannedRank(size))
+        follower, _ = _followed(model, body_of(model, has_head=config.pooling is None))
+    except ConfigError as error:
+        raise ConfigError(_undivided(config, size, str(error))) from None
+    except Exception as error:  # whatever transformers' modules raise
+        reason = f"its parts cannot be followed ({type(error).__name__}: {str(error).strip()[:300]})"
+        raise ConfigError(_undivided(config, size, reason)) from error
+    for own, whole in zip(follower.layers, config.attention, strict=True):
+        heads, kv_heads = own.params.num_heads * size, own.params.num_kv_heads * size
+        if (heads, kv_heads) != (whole.num_heads, whole.num_kv_heads):
+            reason = (
+                f"its plan leaves {own.params.num_heads} of {whole.num_heads} heads and {own.params.num_kv_heads} of "
+                f"{whole.num_kv_heads} KV heads of {own.module} to a rank"
+            )
+            raise ConfigError(_undivided(config, size, reason))
+
+
+def _undivided(config: TransformersConfig, size: int, reason: str) -> str:
+    return (
+        f"--tensor-parallel-size {size} cannot divide {config.architecture} on transformers' modelling code: {reason}; "
+        "leave it out, or use --data-parallel-size"
     )
 
 

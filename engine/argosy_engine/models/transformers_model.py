@@ -24,6 +24,7 @@ from argosy_engine.attention.layer import Attention, StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_compiler import CompilableLayer
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.transformers_attention import (
     STEP,
@@ -113,6 +114,8 @@ class TransformersModel:
         config: with the attention that `follow` has found.
         model: in evaluation mode, on its device.
         label_head: float32 [num_labels, hidden_size], of a model that classifies.
+        expected: `reference_outputs` of `probe_prompts` by the whole model, if this is a rank's part of it.
+        tensor_parallel_size: number of ranks.
     """
 
     checkpoint_prefix: ClassVar[str] = ""
@@ -124,11 +127,14 @@ class TransformersModel:
         model: PreTrainedModel,
         backend: AttentionBackend,
         label_head: torch.Tensor | None = None,
+        expected: Sequence[torch.Tensor] | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         self.model = model
         self._has_head = config.pooling is None
         self._label_head = label_head
-        self._is_wrapped = config.wrapper is not None
+        self._config = config
+        self.expected = expected
         self._numbers_tokens = config.numbers_tokens
         self._body = body_of(model, has_head=self._has_head)
         self._given: torch.Tensor | None = None
@@ -139,6 +145,8 @@ class TransformersModel:
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
         self._attending = []
         for (name, _, value_dim, sinks), params in zip(config.calls, config.attention, strict=True):
+            if tensor_parallel_size > 1:
+                params = params.of_rank(tensor_parallel_size)
             weights = AttentionWeights()
             if sinks is not None:
                 weights = weights._replace(sinks=parameters[sinks].detach().float())
@@ -203,16 +211,7 @@ class TransformersModel:
 
     def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Compute the same as `compared` of one request with transformers' own attention, without a cache."""
-        set_attention(self.model, "eager")
-        given: dict[str, torch.Tensor] = {}
-        if not self._is_wrapped:  # a wrapper numbers tokens in ways of its own
-            given["position_ids"] = torch.arange(len(token_ids), device=token_ids.device).unsqueeze(0)
-        try:
-            output = self.model(input_ids=token_ids.unsqueeze(0), use_cache=False, **given)
-        finally:
-            set_attention(self.model, STEP)
-        found: torch.Tensor = output.logits if self._has_head else output[0]
-        return found.squeeze(0).float()
+        return reference_outputs(self.model, self._config, token_ids)
 
     def check_states(self) -> bool:
         """Find out how layers with states continue them, after a reference pass; return whether any takes one token at
@@ -237,3 +236,46 @@ class TransformersModel:
             return self._run_body(*args, **kwargs)
         assert self._output is not None
         return self._output(last_hidden_state=self._given)
+
+
+def reference_outputs(
+    model: PreTrainedModel, config: TransformersConfig, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Compute logits [T, vocab_size], or of a model without a head states [T, hidden_size], of one request with
+    transformers' own attention, without a cache; float32."""
+    set_attention(model, "eager")
+    given: dict[str, torch.Tensor] = {}
+    if config.wrapper is None:  # a wrapper numbers tokens in ways of its own
+        given["position_ids"] = torch.arange(len(token_ids), device=token_ids.device).unsqueeze(0)
+    try:
+        output = model(input_ids=token_ids.unsqueeze(0), use_cache=False, **given)
+    finally:
+        set_attention(model, STEP)
+    found: torch.Tensor = output.logits if config.pooling is None else output[0]
+    return found.squeeze(0).float()
+
+
+_LENGTHS = (41, 23)
+"""Tokens of the requests that are compared."""
+_LONGEST = 300
+"""Tokens of the first at most: long enough to leave a small window or chunk."""
+_MARGIN = 9
+"""Tokens beyond the window or chunk."""
+
+
+def probe_prompts(config: TransformersConfig) -> list[torch.Tensor]:
+    """Return two requests' tokens, int64, by which a loaded model is compared with transformers' own attention."""
+    windows = config.windows if isinstance(config, EncoderConfig) else ()
+    reaches = [
+        *(2 * window for window in windows if window is not None),
+        *(
+            reach
+            for layer in config.attention_layers
+            for reach in (layer.sliding_window, layer.chunk_size)
+            if reach
+        ),
+    ]
+    wanted = max([_LENGTHS[0], *(reach + _MARGIN for reach in reaches if reach + _MARGIN <= _LONGEST)])
+    lengths = (min(each, config.max_position_embeddings) for each in (wanted, _LENGTHS[1]))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in lengths]

@@ -21,17 +21,11 @@ from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.transformers_encoder import TransformersEncoder
-from argosy_engine.models.transformers_model import TransformersModel
+from argosy_engine.models.transformers_model import TransformersModel, probe_prompts
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-_LENGTHS = (41, 23)
-"""Tokens of the requests."""
-_LONGEST = 300
-"""Tokens of the first request at most: long enough to leave a small window or chunk."""
-_MARGIN = 9
-"""Tokens beyond the window or chunk."""
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Difference of logits that is allowed, as a share of their largest value: sums are rounded in another order. A wrong
 mask or position gives a difference of the order of the logits."""
@@ -49,20 +43,11 @@ def probe(
     Raises:
         ConfigError: logits differ, or the model fails.
     """
-    reaches = [
-        reach
-        for layer in config.attention_layers
-        for reach in (layer.sliding_window, layer.chunk_size)
-        if reach is not None and reach + _MARGIN <= _LONGEST
-    ]
-    first = min(max([_LENGTHS[0], *(reach + _MARGIN for reach in reaches)]), config.max_position_embeddings)
-    lengths = (first, min(_LENGTHS[1], config.max_position_embeddings))
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(0, config.vocab_size, (length,), generator=generator).to(device) for length in lengths
-    ]
+    prompts = [prompt.to(device) for prompt in probe_prompts(config)]
     try:
         expected = [model.reference(prompt) for prompt in prompts]
+        if model.expected is not None:
+            expected = [each.to(device) for each in model.expected]
         if model.check_states():  # Mamba's scan in transformers begins without one
             logger.info("prompts in several steps are slow: of all but the first, states take token by token")
         model.use_kernels()
@@ -89,20 +74,13 @@ def probe_encoder(
     Raises:
         ConfigError: states or scores differ, or the model fails.
     """
-    most = config.max_position_embeddings
-    reaches = [2 * window + _MARGIN for window in config.windows if window is not None]
-    first = min(max([_LENGTHS[0], *(reach for reach in reaches if reach <= _LONGEST)]), most)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(0, config.vocab_size, (length,), generator=generator).to(device)
-        for length in (first, min(_LENGTHS[1], most))
-    ]
+    prompts = [prompt.to(device) for prompt in probe_prompts(config)]
     types = [torch.zeros_like(prompts[0]), (torch.arange(len(prompts[1]), device=device) > 9).long()]
     step: _Step = [(row, 0, len(prompt)) for row, prompt in enumerate(prompts)]
     try:
         references = [model.reference(*each) for each in zip(prompts, types, strict=True)]
         model.use_kernels()
-        blocks = -(-first // _BLOCK_SIZE)
+        blocks = -(-max(map(len, prompts)) // _BLOCK_SIZE)
         tables = torch.zeros(2, blocks, dtype=torch.int32)
         inputs = replace(_inputs(step, prompts, tables, device), token_types=torch.cat(types))
         states = list(model.forward(inputs).float().split([len(prompt) for prompt in prompts]))

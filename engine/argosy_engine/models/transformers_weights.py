@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
+from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.linear import LinearSpec
 from argosy_engine.layers.quantization import planned_linear_method
@@ -39,7 +40,8 @@ from argosy_engine.models.transformers_classes import (
     without_other_parts,
 )
 from argosy_engine.models.transformers_encoder import TransformersEncoder
-from argosy_engine.models.transformers_model import TransformersModel
+from argosy_engine.models.transformers_model import TransformersModel, probe_prompts, reference_outputs
+from argosy_engine.models.transformers_plan import divide
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _WHOLE = frozenset({"BOOL", "I32", "I64"})
@@ -65,12 +67,14 @@ def load_transformers(
     dtype: torch.dtype,
     device: torch.device,
     seed: int | None,
+    communicator: Communicator | None = None,
     on_loaded: Callable[[float], None] = lambda _: None,
 ) -> tuple[TransformersModel | TransformersEncoder, dict[str, int]]:
     """Load a model by transformers' own loader; return it, and the number of elements of each tensor, by name.
 
     Args:
         seed: of random weights, which no checkpoint is read for; None: the checkpoint's.
+        communicator: of the ranks among which the model is divided; None: it is whole.
         on_loaded: called with the share of the parameters that have been read, after each.
 
     Raises:
@@ -93,12 +97,18 @@ def load_transformers(
             model = built._from_config(of_config, dtype=dtype, **parts)
     else:
         model = _read(path, config, built, of_config, dtype, parts, on_loaded)
-    model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False).to(device)
+    model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False)
+    expected = None
+    if communicator is not None:
+        expected = [reference_outputs(model, config, prompt) for prompt in probe_prompts(config)]
+        divide(model, communicator)
+    model = model.to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if isinstance(config, EncoderConfig):
         return TransformersEncoder(config, model), elements
     head = _label_head(path, config, model, device, seed)
-    return TransformersModel(config, model, backend, head), elements
+    size = 1 if communicator is None else communicator.size
+    return TransformersModel(config, model, backend, head, expected, size), elements
 
 
 def _takes_pooling_layer(built: type[PreTrainedModel]) -> bool:

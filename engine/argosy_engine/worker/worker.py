@@ -170,7 +170,7 @@ class Worker:
                 config, args.tensor_parallel_size, args.enable_expert_parallel, args.data_parallel_size
             )
             check_pipeline_parallel(config, args.pipeline_parallel_size)
-            self._config = config = complete_config(config)
+            self._config = config = complete_config(config, args.tensor_parallel_size)
             self._dtype = dtype = _DTYPES[choose_dtype(args.dtype, config.dtype, device.type)]
             longest = wanted_model_len(args, config)
             if config.computes_whole_prompts:
