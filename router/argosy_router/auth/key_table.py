@@ -37,7 +37,7 @@ _OWN_NAME = re.compile(r"key-[0-9a-f]{32}")
 """The form of the name that a key has without one."""
 _LINE_END = re.compile(r"\r\n|\n|\r")
 """Not what else ends a line in Unicode: the rest of a comment would be a key."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 """What bytes become that are no UTF-8."""
 _FIELDS = tuple(KeyTerms.__struct_fields__)
 
