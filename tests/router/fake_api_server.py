@@ -170,7 +170,13 @@ class FakeApiServer:
                 for (kind, where, _), item in self._objects.items()
                 if (kind, where) == (collection, namespace) and _selected(item, query)
             ]
-            body = _encoded({"metadata": {"resourceVersion": str(self._version)}, "items": items})
+            start = int(query.get("continue", "0"))
+            end = start + int(query.get("limit", len(items)))
+            metadata = {
+                "resourceVersion": str(self._version),
+                **({"continue": str(end)} if end < len(items) else {}),
+            }
+            body = _encoded({"metadata": metadata, "items": items[start:end]})
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
             writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
 

@@ -20,6 +20,7 @@ from argosy_protocol.errors import TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.proxy.request.ended_response import Fields, FoundResponse
 from argosy_router.responses.background_responses import MAX_FOLLOWERS, BackgroundResponses
 from argosy_router.responses.background_run import WRITE_BYTES, BackgroundRun
 
@@ -272,3 +273,29 @@ async def test_an_answer_that_is_no_stream_is_held_within_the_memory_of_bodies(i
     run.send(b"{" * 600_000)
     assert await run.answer == (0, b"")
     assert reserved.size <= 600_000
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_events_that_wait_to_be_adopted_are_dropped_with_the_others(is_dropped: bool) -> None:
+    """They stayed until each of them had been read, megabytes that counted nowhere."""
+    asked: list[bytes] = []
+    may_find = asyncio.Event()
+
+    async def find(data: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+        asked.append(data)
+        await may_find.wait()
+        return FoundResponse()
+
+    reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
+    run = BackgroundRun(OWNER, "resp_1", b"{}", True, reserved, lambda _: None, find)
+    event = b'event: response.in_progress\ndata: {"response":{"id":"resp_other"}}\n\n'
+    run.start(200, b"", event)
+    run.send(event + event)
+    await until(lambda: len(asked) == 1)
+    if is_dropped:
+        run.forget()
+    may_find.set()
+    run.finish()
+    await run.response_of(b"")
+    assert len(asked) == (1 if is_dropped else 3)
+    assert len(run.events) == (0 if is_dropped else 3)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import hypothesis.strategies as st
 import msgspec
@@ -500,6 +501,28 @@ async def test_a_pod_that_is_too_deep_for_the_decoder_keeps_no_other_from_being_
         await until(lambda: len(api.lists) >= lists + 2)
         api.put("pods", "default", "c", **pod_fields("10.0.0.3"))
         await until(lambda: published.members == {"default/svc": ["a", "b", "c"]})
+
+
+async def test_pages_of_large_pods_are_small_and_what_they_have_is_not_kept() -> None:
+    """A page of 500 was read whole: a tenant's pods, of 1.5 MB each, took a router's memory and held its event loop."""
+    async with cluster() as (api, published):
+        for number in range(60):
+            api.put(
+                "pods", "default", f"a{number}", **pod_fields(f"10.0.1.{number}"), spec={"x": "y" * 200_000}
+            )
+        labels = {**SELECTOR, **{f"label-{number}": "x" for number in range(10_000)}}
+        api.put("pods", "default", "b", **pod_fields("10.0.0.9", labels=labels))
+        lists = len(api.lists)
+        api.forget_history()
+        api.cut_watches()
+        await until(lambda: len(published.members.get("default/svc", ())) == 60)
+        assert "b" not in published.members["default/svc"]
+        await until(lambda: "limit" in api.lists[-1] and len(api.lists) >= lists + 6)
+        of_pods = [parse_qs(urlsplit(each).query) for each in api.lists[lists:] if "/default/pods" in each]
+        limits = [int(query["limit"][0]) for query in of_pods]
+        assert (limits[0], max(limits[1:])) == (reflector.FIRST_PAGE, reflector.SMALL_PAGE)
+        api.delete("pods", "default", "a1")
+        await until(lambda: len(published.members["default/svc"]) == 59)
 
 
 async def test_a_document_that_cannot_be_used_is_told_of_once_and_stops_nothing(

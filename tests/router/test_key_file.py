@@ -12,7 +12,8 @@ import pytest
 from argosy_router.auth.key_file import ApiKeys
 from argosy_router.auth.key_table import KEYS_PER_STEP, KeyTable
 
-from .harness import until
+from .fake_engine import FakeEngine
+from .harness import DEADLINE_S, Rig, rig, until
 
 
 async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) -> None:
@@ -29,6 +30,45 @@ async def test_key_files_are_reread_and_never_open_the_router(tmp_path: Path) ->
     assert not keys.table.is_open, "no keys must not mean that no key is needed"
     assert keys.table.account_of(b"Bearer ") is None
     watch.cancel()
+
+
+async def test_a_router_is_not_ready_before_it_has_read_its_key_file(tmp_path: Path) -> None:
+    """It was, and refused its share of all clients beside routers that had the file."""
+    path = tmp_path / "keys"
+    key = {"authorization": "Bearer k"}
+    async with rig([FakeEngine()], api_keys_file=path) as r:
+
+        async def answers() -> tuple[int, int]:
+            ready, models = await r.http.get("/ready"), await r.http.get("/v1/models", headers=key)
+            return ready.status_code, models.status_code
+
+        await r.until(lambda: r.router.fleet.is_initialized)
+        assert await answers() == (503, 401)
+        path.write_text("k\n")
+        await r.until(lambda: r.router.application.is_ready)
+        assert await answers() == (200, 200)
+        path.unlink()
+        await until_refused(r, key)
+        assert await answers() == (200, 401), "the others have lost it as well, perhaps"
+
+
+async def until_refused(r: Rig, key: dict[str, str]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await r.http.get("/v1/models", headers=key)).status_code != 401:
+            pass
+
+
+def test_a_line_that_is_no_utf8_denies_its_own_key_and_no_comment_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(
+        b"\xef\xbb\xbffirst\r\n# Schl\xfcssel\nbad-\xfc name=bad\n# old\xe2\x80\xa8note\x0cpage\nsecond name=s\rthird\n"
+    )
+    keys = ApiKeys((), path)
+    for key in (b"first", b"second", b"third"):
+        assert keys.table.account_of(b"Bearer " + key), key
+    for key in (b"bad-\xfc", b"note", b"page", b"note\x0cpage"):
+        assert keys.table.account_of(b"Bearer " + key) is None, key
+    assert ApiKeys((), None).problems_of(path) == ["line 3: the line is not in UTF-8"]
 
 
 async def test_a_key_file_without_keys_is_logged_once(

@@ -366,7 +366,7 @@ async def test_a_large_record_is_not_read_here_if_the_process_fails() -> None:
         await bodies.read_record("owner", record, True)
     assert process.has_ended
     for broken in (b"{", b'{"response":1}', b'{"response":' + b"[" * 9000 + b"]" * 9000 + b',"items":"x"}'):
-        with pytest.raises(ValueError, match="JSON|Input|items|nests"):
+        with pytest.raises(ValueError, match=r"JSON|Input|items|nests"):
             await bodies.read_record("owner", broken, True)
     await bodies.close()
 

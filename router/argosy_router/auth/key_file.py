@@ -2,7 +2,8 @@
 
 Owns: when the file is read again. Must not know: its format, requests.
 Invariants: if the key file vanishes or becomes empty, its keys are refused, and the router still requires one; a change
-interrupts no request, and no look at the file holds up the event loop, however many keys it has.
+interrupts no request, and no look at the file holds up the event loop, however many keys it has. A router that has not
+been able to read the file since its start refuses all keys of it, and is not ready.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class _Content(NamedTuple):
     text: str
     problem: str
     """Why no key of it is accepted; empty if keys are."""
+    is_read: bool = True
+    """Whether it could be read."""
 
 
 class ApiKeys:
@@ -81,10 +84,11 @@ class ApiKeys:
                 data = file.read(MAX_FILE_BYTES + 1)
             if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-            text = data.decode()
+            # A line that is no UTF-8 denies its own key.
+            text = data.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
         except (OSError, ValueError) as error:
             self._seen = None
-            return _Content(b"", "", f"cannot be read: {error}")
+            return _Content(b"", "", f"cannot be read: {error}", is_read=False)
         self._seen = signature if is_settled else None
         return _Content(data, text, "" if text.strip() else f"is empty: {path}")
 
@@ -95,7 +99,7 @@ class ApiKeys:
         if content.problem and content.problem != self._problem:
             log.error("no key of the API key file is accepted: it %s", content.problem)
         self._problem = content.problem
-        if content.data == self._content:
+        if content.data == self._content or (self.table.is_awaited and not content.is_read):
             return
         self._content = content.data
         problems: list[str] = []

@@ -35,6 +35,10 @@ _TERM = re.compile(r"[a-z_]{1,24}")
 """The form of a term's name, which random keys seldom have."""
 _OWN_NAME = re.compile(r"key-[0-9a-f]{32}")
 """The form of the name that a key has without one."""
+_LINE_END = re.compile(r"\r\n|\n|\r")
+"""Not what else ends a line in Unicode: the rest of a comment would be a key."""
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""What bytes become that are no UTF-8."""
 _FIELDS = tuple(KeyTerms.__struct_fields__)
 
 
@@ -57,6 +61,8 @@ class KeyTable:
         """
         self._fixed = {_digest(key): _default_terms(_digest(key)) for key in keys if key}
         self.is_open = not self._fixed and not is_closed
+        self.is_awaited = is_closed
+        """Whether keys are still to come: the key file could not be read since the start."""
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
         self.routers = 1
@@ -89,7 +95,8 @@ class KeyTable:
         """
         keys = dict(self._fixed)
         terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
-        for number, line in enumerate(text.splitlines(), 1):
+        self.is_awaited = False
+        for number, line in enumerate(_LINE_END.split(text), 1):
             if number % KEYS_PER_STEP == 0:
                 yield
             if not line.strip() or line.lstrip().startswith("#"):
@@ -175,6 +182,8 @@ def parse_line(line: str) -> tuple[bytes, KeyTerms]:
     Raises:
         KeyFileError: a field is unknown, twice, malformed or out of bounds.
     """
+    if _SURROGATE.search(line):
+        raise KeyFileError("the line is not in UTF-8")
     key, *words = line.split()
     if key.startswith(_DIGEST_PREFIX):
         digest = _read_digest(key[len(_DIGEST_PREFIX) :])

@@ -41,7 +41,21 @@ REFUSALS = frozenset((400, 401, 403, 404, 405))
 """Answers that do not change unless somebody changes rights or configuration; 429 of a busy API server is none."""
 EXPECTED = (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
 """How the API server, and the way to it, fail. Anything else is logged with its traceback."""
-PAGE = 500
+FIRST_PAGE = 50
+MAX_PAGE = 500
+"""Objects of one page of a list."""
+SMALL_PAGE = 10
+"""Objects of a page that is read however large it is: the API server takes 1.5 MB of each."""
+PAGE_BYTES = 2 * 1024 * 1024
+"""Size that pages should have, by the weight of the last one."""
+MAX_PAGE_BYTES = 4 * PAGE_BYTES
+"""A larger page is not read on, and a small one is asked for in its place: whoever may create pods chooses their
+size, and all of a page is in memory."""
+TURN_BYTES = 256 * 1024
+"""Of objects that are read between two turns of the event loop, in some milliseconds."""
+MAX_LABELS = 256
+MAX_OWNERS = 16
+"""An object with more is kept without them, and so is nobody's replica. Their number is not bounded but by its size."""
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """A ConfigMap holds 1 MiB; escaped in JSON it may take more."""
 
@@ -201,21 +215,33 @@ class Reflector(Generic[T]):
         """
         objects: dict[str, T] = {}
         token = version = ""
+        limit = FIRST_PAGE
         while True:
-            query = [("limit", str(PAGE)), *([("continue", token)] if token else [])]
+            query = [("limit", str(limit)), *([("continue", token)] if token else [])]
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 try:
                     response = await self._get(query, LIST_TIMEOUT_S)
                 except WatchExpired:  # between two pages
                     raise ApiException(status=410, reason="the list has expired") from None
                 async with response:
-                    page = deep_json.decode(_PAGES, await response.read())
+                    data = await _page(response, limit)
+            if data is None:
+                limit = SMALL_PAGE
+                continue
+            page = deep_json.decode(_PAGES, data)
+            turn = 0
             for raw in page.items or ():
-                item = deep_json.decode(self._decoder, raw)
+                item = self._decoded(raw)
                 objects[item.metadata.uid or item.metadata.name] = item
+                turn += memoryview(raw).nbytes
+                if turn >= TURN_BYTES:
+                    turn = 0
+                    await asyncio.sleep(0)
             version, token = page.metadata.resource_version, page.metadata.continue_
             if not token:
                 break
+            fitting = PAGE_BYTES * len(page.items or ()) // len(data)
+            limit = max(SMALL_PAGE, min(MAX_PAGE, 4 * limit, fitting))
         known, self.objects = self.objects, objects
         for key in known.keys() | objects.keys():
             before, after = known.get(key), objects.get(key)
@@ -247,7 +273,7 @@ class Reflector(Generic[T]):
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
             raise WatchExpired
-        item = deep_json.decode(self._decoder, event.object)
+        item = self._decoded(event.object)
         self.succeeded_at = asyncio.get_running_loop().time()
         self._version = item.metadata.resource_version or self._version
         if event.type == "BOOKMARK":
@@ -260,6 +286,14 @@ class Reflector(Generic[T]):
             self.objects[key] = item
             self._on_object(key, before, item)
         self._on_change()
+
+    def _decoded(self, raw: msgspec.Raw) -> T:
+        """Return what is kept of an object."""
+        item = deep_json.decode(self._decoder, raw)
+        metadata = item.metadata
+        if len(metadata.labels) > MAX_LABELS or len(metadata.owner_references) > MAX_OWNERS:
+            metadata.labels, metadata.owner_references = {}, []
+        return item
 
     async def _get(self, query: list[tuple[str, str]], timeout_s: float) -> aiohttp.ClientResponse:
         """GET the collection.
@@ -291,6 +325,17 @@ class Reflector(Generic[T]):
                 raise WatchExpired
             raise ApiException(status=response.status, reason=text.decode("utf-8", "replace"))
         return response
+
+
+async def _page(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
+    """Read a page; None if it is too large for one of so many objects."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > MAX_PAGE_BYTES and limit > SMALL_PAGE:
+            response.close()
+            return None
+    return bytes(data)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -4,8 +4,9 @@ Owns: one accepted connection from its first byte to its close.
 Must not know: routes, keys, replicas. It hands requests to an `Application`, and tells the `ClientListener` that
 answers one when the client disconnects or reads too slowly.
 Invariants: requests are answered one at a time and in order; a disconnect is noticed at once, whatever the client has
-pipelined; while a client does not read its responses, the server starts no further one and stops reading from it. Its
-transport has little of them then; the rest waits here, and all of it counts in the server's `BodyMemory`.
+pipelined, and of many that come at once a few are told in each turn of the event loop; while a client does not read its
+responses, the server starts no further one and stops reading from it. Its transport has little of them then; the rest
+waits here, and all of it counts in the server's `BodyMemory`.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class ServerConnection(asyncio.Protocol):
         self._is_read_paused = False
         """Whether reading pauses: between two requests, until the client has read the earlier responses or other
         connections have had their turn; within one, until its body's sink has room."""
+        self._is_lost = False
+        """Whether the client has disconnected, and what answers it is told so, perhaps in a later turn."""
         self._is_known = True
         """Whether the application authorized the last request (set its `grant`)."""
         self.is_discarding = False
@@ -175,6 +178,7 @@ class ServerConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         # A half-closed connection counts as gone: it looks the same as one whose client has died.
         if self.listener is not None:
+            self._is_closing = True  # what answers may go on for a turn
             self._lose_client()
             self.transport.abort()
         elif self._output and not self._is_tls:  # TLS closes in any case
@@ -490,6 +494,12 @@ class ServerConnection(asyncio.Protocol):
                 self._deadline.set(self._limits.linger_s)
 
     def _lose_client(self) -> None:
+        if self.listener is not None and not self._is_lost:
+            self._is_lost = True
+            # One client may have thousands of streams, each of which takes up to half a millisecond.
+            self._state.wheel.turns.run(self._tell_lost)
+
+    def _tell_lost(self) -> None:
         listener, self.listener = self.listener, None
         if listener is not None:
             listener.on_client_lost()
@@ -515,6 +525,8 @@ class ServerConnection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         """Write bytes of a response. Those that the client does not read count in the memory of bodies; if there is no
         room for them, the connection is aborted."""
+        if self._is_lost:
+            return
         if self._is_write_paused or len(data) > self._piece_bytes or self._output:
             self._append(data)
             self._write_output()
@@ -615,6 +627,8 @@ class ServerConnection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Write more bytes of a started response; `data` must not be empty."""
+        if self._is_lost:
+            return
         if self._is_chunked and len(data) > self._piece_bytes:  # which is not copied as a whole
             self._append(b"%x\r\n" % len(data))
             self._append(data)
@@ -641,7 +655,7 @@ class ServerConnection(asyncio.Protocol):
     def cut(self) -> None:
         """Abort the connection and the answer, as if the client had disconnected."""
         self.transport.abort()
-        self._lose_client()
+        self._tell_lost()
 
     def drain(self) -> None:
         """Close the connection unless a request is being received or answered."""

@@ -164,8 +164,13 @@ class RouterApplication:
     def is_ready(self) -> bool:
         """Whether the fleet has been discovered and its replicas were tried, and the router is not draining. Replicas
         that answer are not needed, because the readiness of their pods waits for the router; but while all of them
-        refuse the key of a new router, the others answer."""
-        return self._fleet.is_initialized and not self.is_draining and not self._fleet.is_shut_out
+        refuse the key of a new router, or that cannot read its key file, the others answer."""
+        return (
+            self._fleet.is_initialized
+            and not self.is_draining
+            and not self._fleet.is_shut_out
+            and not self._keys.is_awaited
+        )
 
     def on_head(self, request: Request) -> bool:
         """Reject unauthenticated requests before reading the body."""
