@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -30,11 +30,13 @@ _PERIODS: Final = 3
 """Resync periods without a resync after which the process counts as dead."""
 
 
-def health_app(controller: Controller, *, resync_seconds: float) -> web.Application:
-    """The application; the caller serves it."""
+def health_app(
+    controller: Controller, *, resync_seconds: float, now: Callable[[], float] = time.monotonic
+) -> web.Application:
+    """The application; the caller serves it. `now` is a monotonic clock."""
 
     async def healthz(request: web.Request) -> web.Response:
-        age = time.monotonic() - controller.resynced_at
+        age = now() - controller.resynced_at
         alive = age < _PERIODS * resync_seconds
         body = {"alive": alive, "lastResyncSeconds": round(age, 1), "queuedKeys": len(controller.queue)}
         return web.json_response(body, status=200 if alive else 503)
@@ -49,10 +51,9 @@ def health_app(controller: Controller, *, resync_seconds: float) -> web.Applicat
 
     async def metrics(request: web.Request) -> web.Response:
         nonlocal written
-        now = asyncio.get_running_loop().time()
-        if written is None or now - written[0] >= METRICS_PAUSE:
+        if written is None or now() - written[0] >= METRICS_PAUSE:
             controller.count_services()
-            written = now, generate_latest(controller.metrics.registry)
+            written = now(), generate_latest(controller.metrics.registry)
         return web.Response(body=written[1], headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
