@@ -17,6 +17,7 @@ from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config, parse_config
+from fp8_checkpoints import quantize_checkpoint
 from rank_logits import TOKENS, logits_of
 from state_shapes import FALCON_FACTORS, MAMBA_SHAPES
 from thread_ranks import run_threads
@@ -71,6 +72,19 @@ def test_two_ranks_have_the_logits_of_transformers(
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
     assert torch.equal(*ranks)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "lfm2"])
+@torch.inference_mode()
+def test_fp8_weights_of_layers_with_states(model_type: str, tmp_path: Path) -> None:
+    """On two ranks as well, which take their part of scales per channel."""
+    fields = {} if model_type == "lfm2" else {"mamba_n_groups": 2}
+    write_checkpoint(model_type, tmp_path, **fields)
+    quantize_checkpoint(tmp_path, "compressed-tensors-channel")
+    expected = logits_of(tmp_path / "widened")
+    torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
