@@ -23,4 +23,5 @@ export ASAN_OPTIONS="detect_leaks=0:log_path=$folder/report"
 export UBSAN_OPTIONS="print_stacktrace=1:log_path=$folder/report"
 export PYTHONMALLOC=malloc
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) .venv/bin/python -P -m pytest -p no:cacheprovider \
-  tests/router/test_native_modules.py tests/engine/test_sampling_kernel.py tests/engine/test_delta_net.py "$@" || { status=$?; cat "$folder"/report.* 2>/dev/null || true; exit "$status"; }
+  tests/router/test_native_modules.py tests/engine/test_sampling_kernel.py tests/engine/test_delta_net.py \
+  tests/engine/test_mamba.py tests/engine/test_short_conv.py "$@" || { status=$?; cat "$folder"/report.* 2>/dev/null || true; exit "$status"; }

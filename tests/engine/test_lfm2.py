@@ -17,21 +17,16 @@ from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config, parse_config
 from rank_logits import TOKENS, logits_of
+from state_shapes import LFM2_SHAPES
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config, write_checkpoint
 from transformers_sweep import served
 
 ARCHITECTURE = {"architectures": ["Lfm2ForCausalLM"]}
-SHAPES: tuple[dict[str, Any], ...] = (
-    {"block_multiple_of": 32, "conv_L_cache": 4},
-    {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 2},
-    {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "block_ffn_dim_multiplier": 0.7},
-    {"layer_types": ["full_attention"] * 4, "norm_eps": 0.1},
-)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("fields", SHAPES, ids=range(len(SHAPES)))
+@pytest.mark.parametrize("fields", LFM2_SHAPES, ids=range(len(LFM2_SHAPES)))
 def test_greedy_tokens_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
     found = served(write_checkpoint("lfm2", tmp_path, **fields), tmp_path, model_impl="argosy")
     assert found[:2] == ("served", "")

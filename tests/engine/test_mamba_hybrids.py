@@ -17,100 +17,19 @@ from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config, parse_config
+from fp8_checkpoints import quantize_checkpoint
 from rank_logits import TOKENS, logits_of
+from state_shapes import FALCON_FACTORS, MAMBA_SHAPES
 from thread_ranks import run_threads
 from transformers_checkpoints import architecture_of, small_config, write_checkpoint
 from transformers_sweep import served
 
 MODEL_TYPES = ("granitemoehybrid", "bamba", "falcon_h1")
 
-FACTORS: dict[str, Any] = {
-    "embedding_multiplier": 5.0,
-    "lm_head_multiplier": 0.3,
-    "key_multiplier": 2.5,
-    "attention_in_multiplier": 0.6,
-    "attention_out_multiplier": 0.7,
-    "ssm_in_multiplier": 1.4,
-    "ssm_out_multiplier": 0.4,
-    "mlp_multipliers": [0.8, 0.2],
-    "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
-}
-"""Of Falcon-H1."""
-SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "granitemoehybrid",
-        {
-            "mamba_n_groups": 2,
-            "mamba_d_conv": 3,
-            "mamba_proj_bias": True,
-            "attention_bias": True,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.3,
-            "logits_scaling": 2.0,
-        },
-    ),
-    (
-        "granitemoehybrid",
-        {
-            "num_local_experts": 0,
-            "position_embedding_type": "rope",
-            "mamba_n_heads": 32,  # of 4 elements, which torch computes
-            "mamba_d_state": 10,
-            "mamba_conv_bias": False,
-            "tie_word_embeddings": True,
-        },
-    ),
-    (
-        "granitemoehybrid",
-        {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope", "num_key_value_heads": 4},
-    ),
-    (
-        "granitemoehybrid",
-        {"num_experts_per_tok": 3, "mamba_expand": 3, "mamba_n_heads": 6, "mamba_d_state": 32},
-    ),
-    ("bamba", {"mamba_d_conv": 2, "mamba_d_state": 24}),
-    (
-        "bamba",
-        {
-            "attn_layer_indices": [0, 1, 3],
-            "mamba_n_groups": 4,
-            "mlp_bias": True,
-            "attention_bias": True,
-            "mamba_proj_bias": True,
-            "mamba_conv_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
-        },
-    ),
-    ("falcon_h1", {"mamba_n_groups": 2, "mamba_d_ssm": 128}),
-    (
-        "falcon_h1",
-        {
-            "mamba_rms_norm": True,
-            "mamba_n_groups": 2,
-            "mamba_d_ssm": None,
-            "mamba_proj_bias": True,
-            "mamba_conv_bias": False,
-            "attention_bias": True,
-            "mlp_bias": True,
-            **FACTORS,
-        },
-    ),
-    (
-        "falcon_h1",
-        {
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "projectors_bias": True,
-            "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
-        },
-    ),
-)
-
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("model_type", "fields"), SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(SHAPES)]
+    ("model_type", "fields"), MAMBA_SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(MAMBA_SHAPES)]
 )
 def test_greedy_tokens_are_those_of_transformers(
     model_type: str, fields: dict[str, Any], tmp_path: Path
@@ -135,7 +54,11 @@ def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) 
         ("granitemoehybrid", False, {"mamba_proj_bias": True}),
         ("granitemoehybrid", True, {}),
         ("bamba", False, {"mlp_bias": True, "mamba_proj_bias": True}),
-        ("falcon_h1", False, {"mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True, **FACTORS}),
+        (
+            "falcon_h1",
+            False,
+            {"mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True, **FALCON_FACTORS},
+        ),
     ],
 )
 def test_two_ranks_have_the_logits_of_transformers(
@@ -149,6 +72,19 @@ def test_two_ranks_have_the_logits_of_transformers(
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
     assert torch.equal(*ranks)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "lfm2"])
+@torch.inference_mode()
+def test_fp8_weights_of_layers_with_states(model_type: str, tmp_path: Path) -> None:
+    """On two ranks as well, which take their part of scales per channel."""
+    fields = {} if model_type == "lfm2" else {"mamba_n_groups": 2}
+    write_checkpoint(model_type, tmp_path, **fields)
+    quantize_checkpoint(tmp_path, "compressed-tensors-channel")
+    expected = logits_of(tmp_path / "widened")
+    torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -32,6 +32,7 @@ from attention_cases import bind_sequence, sequence_inputs
 from greedy_reference import differing_tokens
 from llama_shapes import LLAMA_SHAPES
 from random_checkpoints import KINDS, make_checkpoint
+from state_shapes import MAMBA_SHAPES
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -88,10 +89,12 @@ def logits_of(
 
 
 def test_every_architecture_is_tested() -> None:
-    """Here or, against more of their fields, in test_native_decoders."""
-    llamas = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type, _ in LLAMA_SHAPES}
+    """Here or, against more of their fields, in test_native_decoders, test_mamba_hybrids and test_lfm2."""
+    others = {model_type for model_type, _ in (*LLAMA_SHAPES, *MAMBA_SHAPES)} | {"lfm2"}
     here = {kind.model for kind in KINDS.values()} | {"Qwen3ForCausalLM"}
-    assert here | llamas == set(registry.architectures())
+    assert here | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in others} == set(
+        registry.architectures()
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)

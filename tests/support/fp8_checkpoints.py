@@ -74,7 +74,7 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
     is_static = form in ("compressed-tensors-tensor", "modelopt", "modelopt-file")
     for name, tensor in tensors.items():
         is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or ".in_proj_" in name
-        is_linear = is_linear or ".shared_expert_gate" in name
+        is_linear = is_linear or ".shared_expert_gate" in name or ".feed_forward.w" in name
         if not is_linear:
             continue
         if form.endswith("block"):

@@ -15,7 +15,7 @@ struct StateRequest {
   int64_t source, target;  // blocks of the states before the step (-1: it begins) and after it
 };
 
-inline StateRequest state_request(int num_states, int block_size, const Step& step, int request) {
+inline StateRequest state_request([[maybe_unused]] int num_states, int block_size, const Step& step, int request) {
   const int first = step.query_starts[request], tokens = step.query_starts[request + 1] - first;
   const int after = step.seq_lens[request], before = after - tokens;
   const int32_t* table = step.block_tables + request * step.table_stride;

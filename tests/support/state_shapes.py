@@ -1,0 +1,96 @@
+"""Shapes of decoders with Mamba-2 layers or short convolutions: each field that changes the computation, at least
+once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FALCON_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 2.5,
+    "attention_in_multiplier": 0.6,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 0.2],
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
+}
+"""Of Falcon-H1."""
+MAMBA_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "granitemoehybrid",
+        {
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 32,  # of 4 elements, which torch computes
+            "mamba_d_state": 10,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope", "num_key_value_heads": 4},
+    ),
+    (
+        "granitemoehybrid",
+        {"num_experts_per_tok": 3, "mamba_expand": 3, "mamba_n_heads": 6, "mamba_d_state": 32},
+    ),
+    ("bamba", {"mamba_d_conv": 2, "mamba_d_state": 24}),
+    (
+        "bamba",
+        {
+            "attn_layer_indices": [0, 1, 3],
+            "mamba_n_groups": 4,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    ("falcon_h1", {"mamba_n_groups": 2, "mamba_d_ssm": 128}),
+    (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+            "mamba_d_ssm": None,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            **FALCON_FACTORS,
+        },
+    ),
+    (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+            "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
+        },
+    ),
+)
+LFM2_SHAPES: tuple[dict[str, Any], ...] = (
+    {"block_multiple_of": 32, "conv_L_cache": 4},
+    {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 2},
+    {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "block_ffn_dim_multiplier": 0.7},
+    {"layer_types": ["full_attention"] * 4, "norm_eps": 0.1},
+)
+"""Of LFM2."""
