@@ -105,7 +105,7 @@ def test_states_and_blocks_share_the_memory(
     except DoesNotFit:
         return
     assert budget.kv_cache_bytes <= available
-    assert budget.num_states >= 3
+    assert budget.num_states >= (3 if caching else 2)
     assert budget.max_concurrency >= 1
     per_request = 2 if caching else 1
     if (
@@ -117,6 +117,18 @@ def test_states_and_blocks_share_the_memory(
     assert budget.most_running == budget.num_states - 1
     if not page:
         assert budget.block_bytes == 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_one_request_at_a_time_has_its_state(caching: bool) -> None:
+    groups = group_layers([FullAttentionSpec(1 << 10), RecurrentStateSpec(1 << 10)])
+    args = EngineArgs.of(model="builtin://tiny", max_num_seqs=1, enable_prefix_caching=caching)
+    memory = DeviceMemory("cpu", "test", GIB, GIB)
+    budget = plan_memory(
+        args, load_model_config(TINY), memory, groups=groups, weights_bytes=0, activation_bytes=0
+    )
+    assert budget.num_states >= (3 if caching else 2)
+    assert budget.most_running >= 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -41,7 +41,7 @@ CUDA_CONTEXT_BYTES = 600 << 20
 """Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""
 
 MIN_STATES = 3
-"""The null block, and what one request reads and writes in a step."""
+"""The null block, and what one request reads and writes in a step. It is one block where prefixes are not cached."""
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -249,8 +249,9 @@ def plan_memory(
     bytes_per_state, num_states = state_bytes(groups), 0
     if bytes_per_state:
         num_states = _num_states(groups, args, budget, wanted_len)
-        if num_states < MIN_STATES:
-            need = MIN_STATES * bytes_per_state / _MIB
+        least = MIN_STATES if args.enable_prefix_caching else MIN_STATES - 1
+        if num_states < least:
+            need = least * bytes_per_state / _MIB
             raise DoesNotFit(
                 f"a request's states need {bytes_per_state / _MIB:.1f} MiB, with room to replace them {need:.1f} MiB, "
                 f"there are {max(budget, 0) / _MIB:.1f} MiB; give it more memory, a larger --gpu-memory-utilization, "
