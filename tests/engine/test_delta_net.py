@@ -7,10 +7,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.params import DeltaNetParams
 from argosy_engine.layers.delta_net import CpuDeltaNet, TorchDeltaNet
 from argosy_engine.native.library import kernels
-from delta_net_cases import SIZES, STEPS, Run, Spans, check_steps, outputs_of, weights_of
+from attention_cases import attention_metadata
+from delta_net_cases import (
+    SIZES,
+    STEPS,
+    Run,
+    Spans,
+    check_steps,
+    inputs_of,
+    outputs_of,
+    reference,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,3 +67,25 @@ def test_outputs_of_the_cpu_kernels_do_not_depend_on_how_steps_are_cut() -> None
     beside = outputs_of(run, params, torch.float32, [[(0, 90), (0, 41)]])
     assert torch.equal(whole, parts)
     assert torch.equal(whole, beside[0][2])
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+@torch.inference_mode()
+def test_a_token_that_forgets_all_costs_those_after_it_no_precision(kernel: str) -> None:
+    params = SIZES["aligned"]
+    weights = weights_of(params)._replace(rates=torch.full((4,), 16.0), dt_bias=torch.zeros(4))
+    qkvz, ba = inputs_of(params, 60, seed=1)
+    ba[:, 4:] = -6.0  # softplus of which is 0.0025
+    ba[::3, 4:] = 1000.0
+    loaded = kernels()
+    if kernel == "cpu" and loaded is None:
+        pytest.skip("no CPU kernels on this machine")
+    run = (
+        TorchDeltaNet(params, weights)
+        if loaded is None or kernel == "torch"
+        else CpuDeltaNet(params, weights, loaded)
+    )
+    state = StateLayer(params.state, torch.float32)
+    state.bind([torch.zeros(2, *shape, dtype=dtype) for shape, dtype in state.tensors], 64)
+    found = run(qkvz, ba, state, attention_metadata([(0, 60)], torch.tensor([[1]]), 64))
+    torch.testing.assert_close(found.double(), reference(params, weights, qkvz, ba), atol=2e-5, rtol=2e-5)

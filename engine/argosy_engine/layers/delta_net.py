@@ -306,7 +306,9 @@ def _chunk(
     rate = rate.t().unsqueeze(-1)
     total = decay.t().cumsum(-1)
     """Logarithm of the decay from the state before the chunk to after each token."""
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+    # Sums of their own: after a token that forgets nearly all, differences of totals have lost what came after it.
+    later = decay.t().unsqueeze(-1).expand(-1, -1, len(decay)).tril(-1)
+    between = later.cumsum(-2).exp().tril()
     """From token j (column) to token i."""
     seen = total.exp().unsqueeze(-1)
     system = (k @ k.mT) * between * rate
@@ -314,6 +316,6 @@ def _chunk(
         system, (v - (k * seen) @ state) * rate, upper=False, unitriangular=True
     )
     read = (q * seen) @ state + ((q @ k.mT) * between) @ change
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
+    left = between[:, -1].unsqueeze(-1)
     state = state * seen[:, -1:] + (k * left).mT @ change
     return read.transpose(0, 1), state
