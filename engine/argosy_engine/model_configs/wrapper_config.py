@@ -87,13 +87,13 @@ def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
     Args:
         config: transformers' config object, which knows the defaults of both.
     """
+    wrapper = raw["architectures"][0].removesuffix(WRAPPER)
+    if wrapper.replace("_", "").lower() != config.model_type.replace("_", ""):
+        return None  # and its text part may be no config
     text = config.get_text_config()
     architecture = _NATIVE_TEXTS.get(text.model_type)
     fields = text.to_dict()
     if architecture is None or fields.get("final_logit_softcapping") is not None:
-        return None
-    wrapper = raw["architectures"][0].removesuffix(WRAPPER)
-    if wrapper.replace("_", "").lower() != config.model_type.replace("_", ""):
         return None
     if text.model_type == "mistral":
         fields.pop("layer_types", None)  # by which transformers tells Ministral 8B, but not in a wrapper
