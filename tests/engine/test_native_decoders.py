@@ -114,11 +114,69 @@ def test_text_parts_that_ours_does_not_compute_are_left_to_transformers(
     assert served(reference, tmp_path)[:2] == ("served", "")
 
 
+def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
+    """Return config.json of a small decoder."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
+
+
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
-def test_zero_groups_of_experts_are_refused(name: str) -> None:
-    raw = {**small_config("glm4_moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"], name: 0}
+@pytest.mark.parametrize("model_type", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
+def test_zero_groups_of_experts_are_refused(model_type: str, name: str) -> None:
     with pytest.raises(ConfigError, match=">= 1"):
-        parse_config(raw, {}, {})
+        parse_config(raw_config(model_type, **{name: 0}), {}, {})
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "gemma2", "gpt2", "llama", "opt", "phi", "qwen3_5_text"]
+)
+def test_attention_to_later_tokens_is_refused(model_type: str, value: Any) -> None:
+    """For which transformers makes a mask of any decoder, whatever its modelling code."""
+    with pytest.raises(ConfigError, match="is_causal"):
+        parse_config(raw_config(model_type, is_causal=value), {}, {})
+    parse_config(raw_config(model_type, is_causal=True), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("deepseek_v2", "mlp_bias"),
+        ("deepseek_v3", "attention_bias"),
+        ("deepseek_v3", "norm_topk_prob"),
+        ("deepseek_v3", "rope_interleave"),
+        ("ernie4_5", "use_bias"),
+        ("glm4_moe", "use_qk_norm"),
+        ("qwen2", "use_sliding_window"),
+        ("qwen3", "attention_bias"),
+        ("qwen3_next", "norm_topk_prob"),
+        ("smollm3", "use_sliding_window"),
+    ],
+)
+def test_a_word_is_neither_true_nor_false(model_type: str, name: str) -> None:
+    """Not "false", above all. transformers refuses them, too."""
+    with pytest.raises(ConfigError, match=rf"{name} 'false'|`bool`"):
+        parse_config(raw_config(model_type, **{name: "false"}), {}, {}, "argosy")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite"])
+def test_a_head_that_is_not_what_is_rotated_is_refused(model_type: str) -> None:
+    """transformers takes its frequencies from head_dim."""
+    raw = raw_config(model_type)
+    assert parse_config({**raw, "head_dim": raw["qk_rope_head_dim"]}, {}, {}) == parse_config(raw, {}, {})
+    with pytest.raises(ConfigError, match="head_dim 2 is not qk_rope_head_dim 8"):
+        parse_config({**raw, "head_dim": 2}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "alias"), [("deepseek_v2", "num_experts"), ("deepseek_v3", "num_local_experts")]
+)
+def test_experts_may_be_counted_by_another_name(model_type: str, alias: str) -> None:
+    """That of the config class' attribute map, which wins where both are given."""
+    raw = raw_config(model_type)
+    named = {name: value for name, value in raw.items() if name != "n_routed_experts"}
+    assert parse_config({**named, alias: 8}, {}, {}) == parse_config(raw, {}, {})
+    assert parse_config({**raw, alias: 16}, {}, {}).num_routed_experts == 16
 
 
 @pytest.mark.parametrize(

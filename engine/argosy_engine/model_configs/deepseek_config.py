@@ -17,6 +17,7 @@ from argosy_engine.model_configs.model_config import (
     Positive,
     RawConfig,
     Size,
+    flag,
     layer_count,
 )
 from argosy_engine.model_configs.rope_config import RopeParameters, shared_rope_fields
@@ -110,14 +111,17 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
         rope = shared_rope_fields(raw, max_position_embeddings=positions)
         if rope["kind"] not in ("default", "yarn"):
             raise NotOurs(f"RoPE scaling {rope['kind']!r} is not supported for {architecture}")
-        is_interleaved = architecture == _V2 or bool(raw.get("rope_interleave", True))
+        is_interleaved = architecture == _V2 or flag(raw, "rope_interleave", True)
         heads, rotated = raw.get("num_attention_heads"), fields["qk_rope_head_dim"]
         if (kv_heads := fields.pop("num_key_value_heads")) not in (None, heads):
             raise ConfigError(
                 f"num_key_value_heads {kv_heads}: with multi-head latent attention each of the "
                 f"{heads} heads has keys of its own"
             )
-        if architecture == _GLM and raw.get("head_dim") not in (None, rotated):
+        if architecture != _V2 and raw.get("head_dim") not in (
+            None,
+            rotated,
+        ):  # by which transformers rotates
             raise ConfigError(f"head_dim {raw['head_dim']} is not qk_rope_head_dim {rotated}")
         return {
             **fields,
@@ -132,8 +136,8 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
             "max_position_embeddings": scaled_positions(rope, positions),
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             "sliding_windows": (None,) * layer_count(raw),
-            "attention_bias": bool(raw.get("attention_bias", False)),
-            "mlp_bias": architecture == _V2 and bool(raw.get("mlp_bias", False)),
+            "attention_bias": flag(raw, "attention_bias"),
+            "mlp_bias": architecture == _V2 and flag(raw, "mlp_bias"),
             "experts": _experts(raw, architecture),
             "num_multi_token_layers": 0
             if architecture == _V2
@@ -148,8 +152,13 @@ def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:
         ConfigError: experts are chosen in another way than the architecture's.
     """
     fields = {name: raw.get(name, value) for name, value in _EXPERT_DEFAULTS[architecture].items()}
+    if (counted := raw.get("num_experts" if architecture == _V2 else "num_local_experts")) is not None:
+        fields["n_routed_experts"] = counted  # in transformers' attribute map, which wins
     methods, scores = _METHODS[architecture], _SCORES[architecture]
-    method, normalises = raw.get("topk_method") or methods[0], raw.get("norm_topk_prob", architecture != _V2)
+    method, normalises = (
+        raw.get("topk_method") or methods[0],
+        flag(raw, "norm_topk_prob", architecture != _V2),
+    )
     if method not in methods:
         raise ConfigError(
             f"topk_method {method!r} is not supported for {architecture}, only {' and '.join(methods)}"
@@ -164,17 +173,20 @@ def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:
     is_sparse = _sparse_layers(raw, architecture)
     if not fields["n_routed_experts"] or not any(is_sparse):
         return None
-    has_groups = method != "greedy"
+    groups = [
+        1 if method == "greedy" or (each := fields[name]) is None else each
+        for name in ("n_group", "topk_group")
+    ]
     return {
         "routing": {
             "num_experts": fields["n_routed_experts"],
             "experts_per_token": fields["num_experts_per_tok"],
             "scores": scores,
-            "normalises": bool(normalises),
+            "normalises": normalises,
             "scaling": fields["routed_scaling_factor"],
             "has_correction": method == "noaux_tc",
-            "num_groups": (has_groups and fields["n_group"]) or 1,
-            "groups_per_token": (has_groups and fields["topk_group"]) or 1,
+            "num_groups": groups[0],
+            "groups_per_token": groups[1],
             "group_score": "best" if architecture == _V2 else "best_two",
         },
         "has_float32_router": True,

@@ -20,6 +20,7 @@ from argosy_engine.model_configs.model_config import (
     Positive,
     RawConfig,
     Size,
+    flag,
     layer_count,
     sliding_windows_of,
 )
@@ -114,8 +115,8 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             "qk_norm": None,
-            "attention_bias": bool(raw.get("attention_bias", False)),
-            "mlp_bias": bool(raw.get("mlp_bias", False)),
+            "attention_bias": flag(raw, "attention_bias"),
+            "mlp_bias": flag(raw, "mlp_bias"),
             "sliding_windows": (None,) * layer_count(raw),
         }
         fields |= cls.differences(raw)
@@ -186,9 +187,9 @@ def _ministral3(raw: RawConfig) -> dict[str, Any]:
 
 
 def _qwen2(raw: RawConfig) -> dict[str, Any]:
-    has_bias = bool(raw.get("attention_bias", True))
+    has_bias = flag(raw, "attention_bias", True)
     windows = _all(raw, None)
-    if raw.get("use_sliding_window"):
+    if flag(raw, "use_sliding_window"):
         first = raw.get("max_window_layers", 28)
         kinds = [
             "sliding_attention" if index >= first else "full_attention" for index in range(layer_count(raw))
@@ -203,7 +204,7 @@ def _qwen2(raw: RawConfig) -> dict[str, Any]:
 
 
 def _qwen3(raw: RawConfig) -> dict[str, Any]:
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = flag(raw, "attention_bias")
     return {
         **_qwen2(raw),
         "head_dim": _head_dim(raw, 128),
@@ -221,7 +222,7 @@ def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
 
 
 def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    window = raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window") else None
     return {
         **_qwen3(raw),
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
@@ -239,9 +240,9 @@ def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(raw: RawConfig) -> dict[str, Any]:
-    has_bias = bool(raw.get("qkv_bias", True))
+    has_bias = flag(raw, "qkv_bias", True)
     windows = _all(raw, None)
-    if raw.get("use_sliding_window"):
+    if flag(raw, "use_sliding_window"):
         first = raw.get("max_window_layers", 28)
         kinds = [
             "sliding_attention" if (index + 1) % 2 and index < first else "full_attention"
@@ -364,7 +365,7 @@ def _smollm3(raw: RawConfig) -> dict[str, Any]:
         raise ConfigError(f"{len(rotates)} no_rope_layers for {layers} layers")
     rotates, window = rotates[:layers], raw.get("sliding_window")
     # `use_sliding_window` only says which layers have a window where `layer_types` does not.
-    has_windows = bool(raw.get("use_sliding_window")) and window is not None
+    has_windows = flag(raw, "use_sliding_window") and window is not None
     kinds = ["full_attention" if each or not has_windows else "sliding_attention" for each in rotates]
     return {
         "tie_word_embeddings": raw.get("tie_word_embeddings", True),
@@ -430,14 +431,14 @@ def _olmoe(raw: RawConfig) -> dict[str, Any]:
 def _seed_oss(raw: RawConfig) -> dict[str, Any]:
     return {
         "head_dim": _head_dim(raw, 128),
-        "attention_bias": bool(raw.get("attention_bias", True)),
-        "output_bias": bool(raw.get("attention_out_bias", False)),
+        "attention_bias": flag(raw, "attention_bias", True),
+        "output_bias": flag(raw, "attention_out_bias"),
         "positions": raw.get("max_position_embeddings", 524288),
     }
 
 
 def _ernie4_5(raw: RawConfig) -> dict[str, Any]:
-    has_bias = bool(raw.get("use_bias", False))
+    has_bias = flag(raw, "use_bias")
     return {
         "head_dim": _head_dim(raw, 128),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
@@ -451,7 +452,7 @@ def _ernie4_5(raw: RawConfig) -> dict[str, Any]:
 
 
 def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
-    if raw.get("use_bias", False):
+    if flag(raw, "use_bias"):
         raise NotOurs("use_bias, with which its output head has a bias, is not supported")
     if (least := raw.get("moe_norm_min", 1e-12)) != 1e-12:
         raise NotOurs(f"moe_norm_min {least} is not 1e-12")
@@ -486,7 +487,7 @@ def _glm4(raw: RawConfig) -> dict[str, Any]:
     return {
         "head_dim": raw["hidden_size"] // raw["num_attention_heads"] if is_vl else raw.get("head_dim") or 128,
         "rms_norm_eps": raw.get("rms_norm_eps", 1.5625e-7),
-        "attention_bias": bool(raw.get("attention_bias", True)),
+        "attention_bias": flag(raw, "attention_bias", True),
         "output_bias": False,
         "mlp_bias": False,
         "has_fused_mlp": True,
@@ -521,7 +522,7 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "output_bias": False,
         "mlp_bias": False,
-        "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
+        "qk_norm": "head" if flag(raw, "use_qk_norm") else None,
         "partial_rotary_factor": 1.0 if raw.get("model_type") == "glm4v_moe_text" else 0.5,
         "positions": raw.get("max_position_embeddings", 131072),
         "num_multi_token_layers": raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 1,
@@ -610,7 +611,7 @@ def _gpt_oss(raw: RawConfig) -> dict[str, Any]:
         "head_dim": raw.get("head_dim") or 64,
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "rope_theta": 150000.0,
-        "attention_bias": bool(raw.get("attention_bias", True)),
+        "attention_bias": flag(raw, "attention_bias", True),
         "has_sinks": True,
         "positions": raw.get("max_position_embeddings", 131072),
         "sliding_windows": sliding_windows_of(raw, raw.get("sliding_window", 128), kinds),

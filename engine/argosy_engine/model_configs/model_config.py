@@ -200,6 +200,18 @@ def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
         raise ConfigError(f"{name}: {error}") from None
 
 
+def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
+    """Return a field that is true or false; null is false.
+
+    Raises:
+        ConfigError: it is neither, such as the text "false".
+    """
+    value = raw.get(name, default)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} {value!r} is neither true nor false")
+    return bool(value)
+
+
 def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple[Any, ...]:
     """Return each layer's window, from the config's `layer_types` or else the family's `default`.
 

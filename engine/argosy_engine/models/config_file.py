@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
@@ -89,6 +89,11 @@ def parse_config(
     if is_wrapper(raw, architecture):
         wrapper = architecture
         raw, architecture = _text_part(raw, architecture, model_impl)
+    if raw.get("is_causal", True) is not True:
+        raise ConfigError(
+            "is_causal: tokens that attend to those after them are not supported; if the model is a causal decoder, "
+            f"remove the field from config.json, otherwise serve another model, {OTHER_ENGINES}"
+        )
     quantization = parse_quantization(raw, hf_quant_config)
     common = {
         "wrapper": wrapper,
