@@ -92,7 +92,7 @@ class _Schedule:
             temperature=0.0,
             max_tokens=most,
             ignore_eos=True,
-            stop_token_ids=[] if set(stops) & set(resumed) else stops,
+            stop_token_ids=() if set(stops) & set(resumed) else tuple(stops),
             logprobs=rng.choice((None, 2)),
             prompt_logprobs=rng.choice((None, None, None, 1)),
         )
