@@ -23,14 +23,14 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_use import HfOverrides, ModelUse
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS
-from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.fetch_check import check_fetched_config
 from argosy_engine.models.loader import complete_config, load_model
 from argosy_engine.models.transformers_model import load_transformers
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_fetcher.errors import UnsupportedModel
 from processes import free_port, running
-from transformers_checkpoints import WRAPPER_TYPES, write_checkpoint, write_folder
+from transformers_checkpoints import WRAPPER_TYPES, small_wrapper_config, write_checkpoint, write_folder
 from transformers_sweep import EXACT, outcome, served
 
 IN_GUIDES = ("qwen3_vl", "qwen3_5")
@@ -239,6 +239,15 @@ def test_malformed_configs_are_refused(
     write_checkpoint("glm_ocr", tmp_path)
     edit(tmp_path, change)
     assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "argosy"])
+def test_a_text_part_in_no_wrapper_is_refused(model_impl: Any) -> None:
+    """As transformers reads the config, by its model_type."""
+    raw = small_wrapper_config("qwen3_5").to_dict()
+    raw |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "llama"}
+    with pytest.raises(ConfigError, match=r"text part|malformed"):
+        parse_config(raw, {}, {}, model_impl)
 
 
 @pytest.mark.parametrize(

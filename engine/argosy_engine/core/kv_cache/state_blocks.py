@@ -18,7 +18,10 @@ arXiv 2411.19379.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from operator import itemgetter
 
 from argosy_engine.core.kv_cache.block_pool import BlockPool
 from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK
@@ -39,7 +42,7 @@ class _Held:
         self.left: int | None = None
         """Entry with a checkpoint that the last step has read and nothing reads any more."""
         self.checkpoints: list[tuple[int, int, bytes]] = []
-        """(blocks, block id, key) of those that are registered, of this request and before it."""
+        """(blocks, block id, key) of those that are registered, of this request and before it, in their order."""
 
 
 class StateBlocks:
@@ -152,8 +155,11 @@ class StateBlocks:
         """Return the first checkpoint of a request's tokens after `num_blocks` blocks or more: after how many, and the
         block with the state."""
         held = self._held.get(request.request_id)
-        for blocks, block_id, key in held.checkpoints if held is not None else ():
-            if blocks >= num_blocks and self.pool.find(key) == block_id:
+        if held is None:
+            return None
+        first = bisect_left(held.checkpoints, num_blocks, key=itemgetter(0))
+        for blocks, block_id, key in islice(held.checkpoints, first, None):
+            if self.pool.find(key) == block_id:
                 return blocks, block_id
         return None
 
