@@ -132,7 +132,8 @@ PARTS = {
     "operator": Part(("argosy_protocol", "argosy_resource", "argosy_operator"), ("operator", "crd")),
     "fetch": Part(("argosy_protocol", "argosy_fetcher"), ("models", "models pull"), use=list_models),
     "engine": Part(
-        ("argosy_protocol", "argosy_engine"), ("serve", "doctor"), TRACES | {"flash_attn", "ray", "triton"},
+        ("argosy_protocol", "argosy_engine"), ("serve", "doctor"),
+        TRACES | {"flash_attn", "mistral_common", "ray", "triton"},
         serve_engine,
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from argosy_fetcher.disk import disk_errors
 from argosy_fetcher.model_fetch import checked_snapshot
 from argosy_fetcher.range_reader import read_whole
 from argosy_fetcher.retry import Attempts, RetryPolicy, retrying
-from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, select
+from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, MAX_TOKENIZER_BYTES, CheckConfig, select
 from argosy_fetcher.snapshot import RemoteFile, Snapshot
 from argosy_fetcher.sources.source import Source
 
@@ -55,5 +55,8 @@ def fetch_configs(
     with disk_errors(source.name, directory):
         for file in files:
             (directory / file.path).parent.mkdir(exist_ok=True)
-            (directory / file.path).write_bytes(read_small(file))
+            content = contents.get(file.path)
+            if content is None:
+                content = read_whole(source, file, MAX_TOKENIZER_BYTES, attempts(file.path))
+            (directory / file.path).write_bytes(content)
     return snapshot

@@ -26,6 +26,12 @@ SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
 TEKKEN: Final = "tekken.json"
 """Mistral's own form of a tokenizer."""
+MAX_TOKENIZER_BYTES: Final = 256 << 20
+"""Far more than any tokenizer has."""
+_TOKENIZERS: Final = re.compile(
+    r"tokenizer\.json|tekken\.json|tokenizer\.model(\.v[0-9]{1,3}(m[0-9]{1,3})?)?|[A-Za-z0-9_.-]{1,64}\.tiktoken|tiktoken\.model"
+)
+"""Files that a tokenizer may be read from: Hugging Face's, Mistral's two, SentencePiece's and tiktoken's."""
 COMPANIONS: Final = (
     "generation_config.json",
     "hf_quant_config.json",
@@ -36,7 +42,6 @@ COMPANIONS: Final = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
     "modules.json",
@@ -79,9 +84,12 @@ def select(
     content = _json_object(snapshot.source, CONFIG, read_small(config))
     if check_config is not None:
         check_config(content)
-    if TOKENIZER not in files:
+    if not any(_TOKENIZERS.fullmatch(path) for path in files):
         raise UnsupportedModel(f"{snapshot.source} has no {TOKENIZER}; {tokenizer_remedy(files)}")
     companions = [files[name] for name in COMPANIONS if name in files]
+    companions += [
+        files[path] for path in sorted(files) if path not in COMPANIONS and _TOKENIZERS.fullmatch(path)
+    ]
     companions += [files[path] for path in sorted(files) if _POOLING.fullmatch(path)]
     weights = _weights(snapshot.source, files, read_small) if has_weights else ()
     selected = (config, *companions, *weights)
@@ -91,17 +99,16 @@ def select(
 
 
 def tokenizer_remedy(names: Container[str]) -> str:
-    """Return what to do about a model without tokenizer.json.
+    """Return what to do about a model without a tokenizer that is read.
 
     Args:
         names: of the model's files.
     """
-    if TEKKEN not in names:
-        return "write one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
-    return (
-        f"{TEKKEN}, which is not read, can be converted with transformers 5 and mistral-common: "
-        f'convert_tekken_tokenizer("{TEKKEN}").save_pretrained(DIRECTORY), from transformers.integrations.mistral'
-    )
+    if "vocab.json" in names or "vocab.txt" in names:
+        what = "its vocabulary becomes one with transformers"
+    else:
+        what = "write one with transformers"
+    return f"{what}: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
 
 
 def is_pooling_folder(name: str) -> bool:
@@ -112,7 +119,8 @@ def is_pooling_folder(name: str) -> bool:
 def is_served_name(name: str) -> bool:
     """Whether a file of this name, without its folder, may belong to what is served. For archives, whose index cannot
     be read before they are unpacked."""
-    return name in (CONFIG, INDEX, *COMPANIONS) or _is_weight(name)
+    is_tokenizer = _TOKENIZERS.fullmatch(name) is not None
+    return name in (CONFIG, INDEX, *COMPANIONS) or is_tokenizer or _is_weight(name)
 
 
 def _weights(source: str, files: Mapping[str, RemoteFile], read_small: ReadSmall) -> Iterator[RemoteFile]:

@@ -29,7 +29,7 @@ class ImageLock:
 IMAGES = (
     ImageLock("operator", ("operator",)),
     ImageLock("router", ("router", "batch", "otlp", "storage", "gateway")),
-    ImageLock("engine", ("engine", "transformers", "fetch")),
+    ImageLock("engine", ("engine", "transformers", "mistral", "fetch")),
     ImageLock("engine-without-torch", ("engine", "fetch"), frozenset({"torch", "xgrammar"})),
 )
 

@@ -56,6 +56,16 @@ TEMPLATES = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ call.function.name }}">\n'
     '{% for key, value in call.function.arguments.items() %}<parameter name="{{ key }}">{{ value }}</parameter>\n'
     "{% endfor %}</invoke>\n</minimax:tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ call.function.name }}">\n'
+    "{% for key, value in call.function.arguments.items() %}"
+    '<｜DSML｜parameter name="{{ key }}" string="true">{{ value }}</｜DSML｜parameter>\n'
+    "{% endfor %}</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{{ call.function.name }}">\n'
+    "{% for key, value in call.function.arguments.items() %}"
+    '<｜DSML｜parameter name="{{ key }}" string="true">{{ value }}</｜DSML｜parameter>\n'
+    "{% endfor %}</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    "solar_open": "<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>{{ call.function.name }}"
+    "<|tool_call:args|>{{ call.function.arguments | tojson }}<|tool_call:end|><|calls|>",
     "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
     '{% for key, value in call.function.arguments.items() %}{{ key }}:<|"|>{{ value }}<|"|>{% endfor %}'
     "{{ '}' }}<tool_call|>",
@@ -103,6 +113,11 @@ def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: 
         ("<|channel>thought<channel|><|tool_call>call:", {"model_type": "gemma4"}, "gemma4", "gemma4"),
         ("<seed:think><seed:tool_call><function=<parameter=", {}, "seed_oss", "seed_oss"),
         ("<think><minimax:tool_call>", {"model_type": "minimax_m2"}, "minimax_m2", "qwen3"),
+        ("<think><response></response><tool_call>", {"model_type": "ernie4_5_moe"}, "hermes", "ernie45"),
+        ("<think><tool_call><function=a><parameter=b>", {"model_type": "nemotron_h"}, "qwen3_coder", "qwen3"),
+        ("<|begin|><|think|><|tool_call:begin|><|tool_call:args|>", {}, "solar_open", "solar_open"),
+        ("<think>{% set dsml = '｜DSML｜' %}function_calls", {}, "deepseek_v32", "qwen3"),
+        (None, {"model_type": "solar_open"}, "solar_open", "qwen3"),
     ],
 )
 def test_parsers_are_chosen_by_template_and_config(

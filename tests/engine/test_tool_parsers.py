@@ -58,7 +58,7 @@ TERSE_TOOLS: list[dict[str, Any]] = [
 ]
 """Functions whose arguments have an end in a random walk through their grammar."""
 REASONING = {"mistral": "mistral", "openai": "openai_gptoss"}
-REASONING |= {name: name for name in ("glm45", "gemma4", "seed_oss")}
+REASONING |= {name: name for name in ("glm45", "gemma4", "seed_oss", "ernie45", "solar_open")}
 """Reasoning parsers of the families that have their own marks; others use `<think>`."""
 
 
@@ -119,6 +119,15 @@ MINIMAX_OSLO = (
     '<invoke name="book">\n<parameter name="city">Oslo</parameter>\n'
     '<parameter name="nights">2</parameter>\n</invoke>'
 )
+DSML_OSLO = (
+    '<｜DSML｜invoke name="book">\n<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="nights" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
+SOLAR_OSLO = (
+    "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>book<|tool_call:args|>"
+    '{"city": "Oslo", "nights": 2}<|tool_call:end|>'
+)
+SOLAR_NOW = "<|tool_call:begin|>f6<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>"
 GEMMA_OSLO = '<|tool_call>call:book{city:<|"|>Oslo<|"|>,nights:2}<tool_call|>'
 LONG = "x" * (MAX_HEAD_CHARS - 6)
 """Text after which a marker reaches beyond the characters in which a call must look like one."""
@@ -388,6 +397,66 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ),
     ("minimax_m2", '<invoke name="now">Yes.</invoke>', Parsed("", '<invoke name="now">Yes.</invoke>')),
     ("minimax_m2", '<invoke name="now">', Parsed("", '<invoke name="now">')),
+    (
+        "deepseek_v32",
+        f"<think>Hm.</think>\n\nI look.\n\n<｜DSML｜function_calls>\n{DSML_OSLO}\n"
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        Parsed("Hm.", "I look.", (OSLO, NOW)),
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="book">\n'
+        '<｜DSML｜parameter name="city" string="true">\n007 <b></｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="tags" string="false">[1, "x"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="note" string="false">oops</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="pets">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        Parsed("", "", (call("book", city="\n007 <b>", tags=[1, "x"], note="oops", pets=True),)),
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="now">Yes.</｜DSML｜invoke>',
+        Parsed("", '<｜DSML｜invoke name="now">Yes.</｜DSML｜invoke>'),
+    ),
+    ("deepseek_v32", "Write <｜DSML｜invoke.", Parsed("", "Write <｜DSML｜invoke.")),
+    (
+        "deepseek_v4",
+        f"<｜DSML｜tool_calls>\n{DSML_OSLO}\n</｜DSML｜tool_calls>",
+        Parsed("", "", (OSLO,)),
+    ),
+    (
+        "solar_open",
+        f"<|think|>Hm.<|end|><|begin|>assistant<|tool_calls|>{SOLAR_OSLO}{SOLAR_NOW}<|calls|>",
+        Parsed("Hm.", "", (OSLO._replace(id="a1b2c3d4e5"), NOW._replace(id="f6"))),
+    ),
+    (
+        "solar_open",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>\n\nYes, the assistant.\n<|end|>",
+        Parsed("Hm.", "Yes, the assistant."),
+    ),
+    (
+        "solar_open",
+        f"<|content|>I look.\n<|end|><|begin|>assistant<|tool_calls|>{SOLAR_OSLO}",
+        Parsed("", "I look.", (OSLO._replace(id="a1b2c3d4e5"),)),
+    ),
+    (
+        "solar_open",
+        "<|tool_calls|><|tool_call:begin|>f6<|tool_call:name|>a b<|tool_call:args|>{}<|tool_call:end|>",
+        Parsed(
+            "",
+            "<|tool_calls|><|tool_call:begin|>f6<|tool_call:name|>a b<|tool_call:args|>{}<|tool_call:end|>",
+        ),
+    ),
+    (
+        "ernie45",
+        "<think>\nHm.\n</think>\n\n<response>\nYes.\n\nNo.\n</response>\n",
+        Parsed("Hm.", "Yes.\n\nNo."),
+    ),
+    (
+        "ernie45",
+        '<think>Hm.</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        Parsed("Hm.", "", (NOW,)),
+    ),
+    ("ernie45", "<think>Hm.</think>\nYes, a <respon", Parsed("Hm.", "Yes, a <respon")),
     ("gemma4", f"<|channel>thought\nHm.<channel|>{GEMMA_OSLO}", Parsed("Hm.", "", (OSLO,))),
     (
         "gemma4",
@@ -496,7 +565,7 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
             if section:  # one around nothing is dropped, but where it belongs to a call that has no end
                 text, kept = text.replace("".join(section), ""), kept.replace("".join(section), "")
             thoughts = REASONING_PARSERS[REASONING.get(family, "qwen3")]
-            for mark in (thoughts.start.strip(), thoughts.end):
+            for mark in (thoughts.start.strip(), thoughts.text_end or thoughts.end, *thoughts.answer_marks):
                 text, kept = text.replace(mark, ""), kept.replace(mark, "")
             assert kept == text
 

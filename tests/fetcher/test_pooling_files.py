@@ -1,4 +1,5 @@
-"""Files of sentence-transformers, one of which is in a folder: fetched from every kind of source."""
+"""Files of sentence-transformers, one of which is in a folder, and configs without weights: fetched from every kind of
+source."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from argosy_fetcher.errors import AccessDenied
 from argosy_fetcher.hub_cache import find_cached_model
 from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.retry import RetryPolicy
+from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES
 from argosy_fetcher.snapshot import Packing
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
@@ -76,6 +78,12 @@ def test_an_archive_has_it_as_well(packing: Packing, folder: str, tmp_path: Path
 def test_configs_without_weights(tmp_path: Path) -> None:
     fetch_configs(ScriptedSource(FILES), tmp_path)
     assert files_below(tmp_path).items() >= POOLING.items()
+
+
+def test_a_tokenizer_may_be_larger_than_what_is_read_to_choose_files(tmp_path: Path) -> None:
+    large = {"tekken.json": b"x" * (MAX_SMALL_FILE_BYTES + 1)}
+    fetch_configs(ScriptedSource({**FILES, **large}), tmp_path)
+    assert files_below(tmp_path).items() >= large.items()
 
 
 def test_hugging_faces_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

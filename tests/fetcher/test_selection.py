@@ -65,6 +65,25 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "tekken.json",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "tokenizer.model.v7m1",
+        "tiktoken.model",
+        "q.tiktoken",
+    ],
+)
+def test_each_form_of_tokenizer_is_fetched(name: str) -> None:
+    files = {"config.json": SMALL["config.json"], name: b"x", "model.safetensors": b"x"}
+    assert sorted(selected(files)) == sorted(files)
+    assert is_served_name(name)
+    others = {f"old/{name}": b"x", f"{name}.bak": b"x"}
+    assert sorted(selected({**SMALL, **files, **others})) == sorted({**SMALL, **files})
+
+
+@pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "has no config.json; give a model in Hugging Face's layout"),
@@ -79,8 +98,8 @@ def test_weights_without_an_index(weights: list[str], expected: list[str]) -> No
             r"has no tokenizer.json; write one with transformers",
         ),
         (
-            {"config.json": b"{}", "model.safetensors": b"", "tekken.json": b"{}"},
-            r"has no tokenizer.json; tekken.json, which is not read, can be converted",
+            {"config.json": b"{}", "model.safetensors": b"", "vocab.json": b"{}", "old/tekken.json": b"{}"},
+            r"has no tokenizer.json; its vocabulary becomes one with transformers",
         ),
         (SMALL, "has no model.safetensors; the upload is incomplete"),
         (

@@ -18,7 +18,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from argosy_engine.parsers.argument_readers import MAX_OPENING_CHARS, ArgumentReader
-from argosy_engine.parsers.markers import Markers
+from argosy_engine.parsers.markers import DroppedMarks, Markers
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall, ParsedCalls
 from argosy_engine.parsers.reasoning_parsers import ReasoningParser
 from argosy_engine.parsers.scanners import NO_CALL, EnclosingScanner, MarkerScanner, Scanner
@@ -69,6 +69,10 @@ class ChatParser:
         calls_end_reasoning: bool = False,
     ) -> None:
         self._think = reasoning_parser or ReasoningParser()
+        self._end_of_reasoning = self._think.text_end or self._think.end
+        self._answer_marks = (
+            DroppedMarks(self._think.answer_marks, _MAX_TRIMMED) if self._think.answer_marks else None
+        )
         self._tools = tool_parser
         self._starts_open = starts_open
         self._newlines_to_skip = _MAX_TRIMMED if is_reasoning else 0
@@ -84,7 +88,7 @@ class ChatParser:
         self._content_markers = Markers((*starts, section[0]) if section else starts)
         self._call_starts = (*tool_parser.first_starts, *starts) if tool_parser is not None else ()
         call_markers = self._content_markers.texts if calls_end_reasoning else ()
-        self._reasoning_markers = Markers((self._think.end, *call_markers))
+        self._reasoning_markers = Markers((self._end_of_reasoning, *call_markers))
         self._call: list[str] = []
         """Text of the open call, from its start marker on."""
         self._head: str | None = None
@@ -125,7 +129,7 @@ class ChatParser:
             is_finished: whether the model has ended the output itself, so that the last call lacks at most its end.
         """
         if self._rest_is_content:
-            return Parsed("", text)
+            return Parsed("", self._without_answer_marks(text, is_last))
         text, self._buffer = self._buffer + text, ""
         self._reasoning, self._content = [], []
         self._is_finished = is_finished
@@ -141,9 +145,12 @@ class ChatParser:
             self._calls.add(self._draft_calls)
         calls, arguments = self._calls.take()
         self.num_calls += len(calls)
-        content = "".join(self._content)
+        content = self._without_answer_marks("".join(self._content), is_last)
         self._has_content = self._has_content or bool(content)
         return Parsed("".join(self._reasoning), content, calls, arguments)
+
+    def _without_answer_marks(self, content: str, is_last: bool) -> str:
+        return content if self._answer_marks is None else self._answer_marks.feed(content, is_last)
 
     def _advance(self, text: str, position: int, is_last: bool) -> int | None:
         """Read on from `position`; return where to continue in another state, or None if all is read."""
@@ -221,7 +228,7 @@ class ChatParser:
         into.append(text)
 
     def _enter_marker(self, marker: str) -> None:
-        if self._state is _State.REASONING and marker == self._think.end:
+        if self._state is _State.REASONING and marker == self._end_of_reasoning:
             self._enter_content()
             return
         assert self._tools is not None
@@ -284,13 +291,13 @@ class ChatParser:
             if text.startswith(mark, begin):
                 self._drafts.append(mark)
                 return begin + len(mark)
-        if text.startswith(self._think.end, begin):
+        if text.startswith(self._end_of_reasoning, begin):
             self._reasoning.append(_without_last_newlines(self._take_drafts()))
             self._enter_content()
-            return begin + len(self._think.end)
+            return begin + len(self._end_of_reasoning)
         rest = text[begin : begin + 64]
         if not is_last and any(
-            mark.startswith(rest) for mark in (*self._call_starts, *section, self._think.end)
+            mark.startswith(rest) for mark in (*self._call_starts, *section, self._end_of_reasoning)
         ):
             self._buffer = text[begin:]
             return None
@@ -311,7 +318,7 @@ class ChatParser:
         self._call = [start]
         self._head = None if self._in_thought or self._num_reread >= _MAX_REREAD_CALLS else start
         self._has_passed = False
-        self._end_of_thought = MarkerScanner(self._think.end) if self._in_thought else None
+        self._end_of_thought = MarkerScanner(self._end_of_reasoning) if self._in_thought else None
 
     def _leave_head(self, text: str, position: int) -> int | None:
         """Begin the open call if its opening is complete; return where its arguments go on, or None."""
@@ -364,7 +371,9 @@ class ChatParser:
         if thought_end >= 0 and not 0 <= end < thought_end:
             # A call counts in the reasoning only if it is complete before the reasoning ends.
             self._call.append(piece)
-            thought = self._take_drafts() + self._between + "".join(self._call).removesuffix(self._think.end)
+            thought = (
+                self._take_drafts() + self._between + "".join(self._call).removesuffix(self._end_of_reasoning)
+            )
             self._reasoning.append(_without_last_newlines(thought))
             self._between, self._call, self._in_thought = "", [], False
             self._enter_content()

@@ -26,6 +26,47 @@ class Markers:
         return max(_overlap(text[max(position, len(text) - len(marker)) :], marker) for marker in self.texts)
 
 
+class DroppedMarks:
+    """Drops marks from a text that arrives in pieces, with up to `max_newlines` newlines before and after each."""
+
+    def __init__(self, marks: Iterable[str], max_newlines: int) -> None:
+        self._marks = Markers(marks)
+        self._max_newlines = max_newlines
+        self._num_to_skip = 0
+        """Newlines after a mark that still belong to it."""
+        self._held = ""
+
+    def feed(self, text: str, is_last: bool) -> str:
+        """Return the text without marks, as far as it is certain; all of it with `is_last`."""
+        text, self._held = self._held + text, ""
+        kept: list[str] = []
+        position = self._skipped(text, 0)
+        while (found := self._marks.search(text, position)) is not None:
+            before = text[position : found.start()]
+            kept.append(before[: len(before) - self._num_newlines(before)])
+            self._num_to_skip = self._max_newlines
+            position = self._skipped(text, found.end())
+        rest = text[position:]
+        held = 0
+        if not is_last:
+            held = self._marks.overlap(rest, 0)
+            held += self._num_newlines(rest[: len(rest) - held])
+        kept.append(rest[: len(rest) - held])
+        self._held = rest[len(rest) - held :]
+        return "".join(kept)
+
+    def _skipped(self, text: str, position: int) -> int:
+        while self._num_to_skip and text.startswith("\n", position):
+            position += 1
+            self._num_to_skip -= 1
+        if position < len(text):
+            self._num_to_skip = 0
+        return position
+
+    def _num_newlines(self, text: str) -> int:
+        return min(len(text) - len(text.rstrip("\n")), self._max_newlines)
+
+
 @lru_cache(maxsize=256)
 def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
     """Return the pattern of the texts. A server has a few sets of them, and looks for one in every answer."""

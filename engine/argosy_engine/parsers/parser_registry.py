@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.reasoning_parsers import (
     DeepSeekR1ReasoningParser,
+    Ernie45ReasoningParser,
     Gemma4ReasoningParser,
     Glm45ReasoningParser,
     GptOssReasoningParser,
@@ -21,11 +22,14 @@ from argosy_engine.parsers.reasoning_parsers import (
     Qwen3ReasoningParser,
     ReasoningParser,
     SeedOssReasoningParser,
+    SolarOpenReasoningParser,
 )
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
     DeepSeekV3ToolParser,
+    DeepSeekV4ToolParser,
     DeepSeekV31ToolParser,
+    DeepSeekV32ToolParser,
 )
 from argosy_engine.parsers.tool_parsers.gemma4_tool_parser import Gemma4ToolParser
 from argosy_engine.parsers.tool_parsers.glm45_tool_parser import Glm45ToolParser
@@ -41,6 +45,7 @@ from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
     PythonicToolParser,
 )
 from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser, SeedOssToolParser
+from argosy_engine.parsers.tool_parsers.solar_open_tool_parser import SolarOpenToolParser
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
@@ -61,6 +66,8 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "mistral": MistralToolParser,
     "deepseek_v3": DeepSeekV3ToolParser,
     "deepseek_v31": DeepSeekV31ToolParser,
+    "deepseek_v32": DeepSeekV32ToolParser,
+    "deepseek_v4": DeepSeekV4ToolParser,
     "glm45": Glm45ToolParser,
     "glm47": Glm45ToolParser,
     "kimi_k2": KimiK2ToolParser,
@@ -70,6 +77,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "minimax_m2": MinimaxM2ToolParser,
     "olmo3": Olmo3ToolParser,
     "seed_oss": SeedOssToolParser,
+    "solar_open": SolarOpenToolParser,
 }
 """Tool parsers by vLLM's names, aliases included."""
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
@@ -86,11 +94,16 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "olmo3": Qwen3ReasoningParser,
     "gemma4": Gemma4ReasoningParser,
     "seed_oss": SeedOssReasoningParser,
+    "ernie45": Ernie45ReasoningParser,
+    "solar_open": SolarOpenReasoningParser,
 }
 """Reasoning parsers by vLLM's names, aliases included."""
 _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("<|tool_call>call:",), "gemma4"),
+    (("<|tool_call:begin|>", "<|tool_call:args|>"), "solar_open"),
+    (("｜DSML｜", "function_calls"), "deepseek_v32"),
+    (("｜DSML｜", "tool_calls"), "deepseek_v4"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
@@ -110,6 +123,8 @@ _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
 """Texts that a template has if its model writes calls in this form; the first entry of which all occur counts."""
 _TOOLS_OF_TYPES: dict[str, str] = {
     "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
+    "solar_open": "solar_open",
     "gemma4": "gemma4",
     "glm4_moe": "glm45",
     "gpt_oss": "openai",
@@ -128,7 +143,9 @@ _REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai_gptoss"),
     (("<|channel>", "<channel|>"), "gemma4"),
     (("<seed:think>",), "seed_oss"),
+    (("<|think|>", "<|begin|>"), "solar_open"),
     (("[THINK]",), "mistral"),
+    (("<think>", "<response>", "</response>"), "ernie45"),
     (("<think>", "<arg_key>"), "glm45"),
     (("<think>",), "qwen3"),
 )
@@ -148,6 +165,8 @@ class ChosenParsers(NamedTuple):
     reasoning_parser_name: str
     reasoning_parser: type[ReasoningParser]
     """Used if the template leaves room for reasoning, or the user has named it."""
+    is_tool_parser_guessed: bool = False
+    """Whether neither a flag nor the template nor the model's type tells the form of calls."""
 
 
 def register_tool_parser(*names: str) -> Callable[[_ParserType], _ParserType]:
@@ -235,6 +254,7 @@ def choose_parsers(
     """
     model_type = str(model_config.get("model_type"))
     tools = tool_call_parser or _chosen(template, _TOOL_MARKS) or _TOOLS_OF_TYPES.get(model_type)
+    is_guessed = tools is None
     if tools is None:
         tools = _DEFAULT_TOOL_PARSER
     if tools == "pythonic" and model_type == "llama4" and tool_call_parser is None:
@@ -244,7 +264,7 @@ def choose_parsers(
         raise _unknown("--tool-call-parser", tools, TOOL_PARSERS)
     if thoughts not in REASONING_PARSERS:
         raise _unknown("--reasoning-parser", thoughts, REASONING_PARSERS)
-    return ChosenParsers(tools, TOOL_PARSERS[tools], thoughts, REASONING_PARSERS[thoughts])
+    return ChosenParsers(tools, TOOL_PARSERS[tools], thoughts, REASONING_PARSERS[thoughts], is_guessed)
 
 
 def has_reasoning(template: str) -> bool:

@@ -16,6 +16,10 @@ class ReasoningParser:
     """What ends the reasoning before calls that a grammar requires, if it is not `end`."""
     message_ends: ClassVar[tuple[str, ...]] = ()
     """Tokens that end a message of reasoning, if there may be several; their tokens are counted by these."""
+    text_end: ClassVar[str | None] = None
+    """What ends the reasoning in an output's text, if grammars wait for more than that."""
+    answer_marks: ClassVar[tuple[str, ...]] = ()
+    """Marks around the answer, which are dropped with the newlines around them."""
     starts_open: ClassVar[bool] = False
     """Whether an output without the start marker begins with reasoning, unless the prompt has closed it."""
 
@@ -32,6 +36,23 @@ class DeepSeekR1ReasoningParser(ReasoningParser):
 
 class Glm45ReasoningParser(ReasoningParser):
     """GLM-4.5 to GLM-4.7: `<think>...</think>`, which the model opens."""
+
+
+class Ernie45ReasoningParser(ReasoningParser):
+    """ERNIE 4.5 Thinking: `<think>...</think>`, after which the answer may stand in `<response>` and `</response>`."""
+
+    answer_marks = ("<response>", "</response>")
+
+
+class SolarOpenReasoningParser(ReasoningParser):
+    """Solar Open: `<|think|>` to `<|end|>`; the answer is a message of its own, as calls are."""
+
+    start = "<|think|>"
+    end = "<|end|><|begin|>assistant<|content|>"
+    text_end = "<|end|>"
+    end_before_calls = "<|end|><|begin|>assistant"
+    answer_marks = ("<|begin|>assistant", "<|content|>", "<|end|>", "<|flush|>")
+    tokens = ("<|begin|>", "<|content|>", "<|end|>", "<|flush|>")
 
 
 class SeedOssReasoningParser(ReasoningParser):

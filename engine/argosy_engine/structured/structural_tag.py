@@ -53,7 +53,7 @@ class ToolCallForm(NamedTuple):
 
     begin: str
     end: str
-    style: Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "gemma"] = "json"
+    style: Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "deepseek_xml", "gemma"] = "json"
     """How the arguments are written: as XGrammar's `style` of a JSON schema."""
     separator: str = ""
     first: str = ""
