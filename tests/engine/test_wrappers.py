@@ -26,7 +26,7 @@ from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.fetch_check import check_fetched_config
 from argosy_engine.models.loader import complete_config, load_model
-from argosy_engine.models.transformers_model import load_transformers
+from argosy_engine.models.transformers_weights import load_transformers
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_fetcher.errors import UnsupportedModel
 from processes import free_port, running
@@ -255,7 +255,7 @@ def test_a_text_part_in_no_wrapper_is_refused(model_impl: Any) -> None:
     [
         ({"model_impl": "argosy"}, "leave out --model-impl argosy"),
         ({"runner": "pooling"}, "only generates here"),
-        ({"quantization": "fp8"}, "without the flag"),
+        ({"quantization": "fp8"}, "leave out the flag"),
     ],
 )
 def test_flags_that_do_not_work_with_it_are_refused(

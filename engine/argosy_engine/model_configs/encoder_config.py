@@ -6,7 +6,9 @@ torch.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
@@ -47,9 +49,9 @@ class EncoderConfig(TransformersConfig, frozen=True, kw_only=True):
     """Of each call of attention, how many tokens before and after itself a token attends to; None: all."""
     has_token_types: bool = False
     """Whether the tokens of a pair's second text are of another type."""
-    first_position: int = 0
+    first_position: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     """Of a prompt's first token, where tokens that are padding do not count; 0: they do."""
-    padding_id: int = 0
+    padding_id: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     """The token that counts as padding, if `first_position` is not 0."""
     runs_alone: bool = False
     """Whether its attention is not known from transformers' interface, so that each prompt is a pass of its own."""

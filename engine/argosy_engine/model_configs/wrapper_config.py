@@ -2,7 +2,7 @@
 
 Owns which text parts our own decoders compute, with their fields as config.json would have them, and what the text
 part's tensors are called without the wrapper. Text parts that are not ours run on transformers' code
-(`models.transformers_wrapper`). No torch.
+(`models.transformers_classes`). No torch.
 """
 
 from __future__ import annotations

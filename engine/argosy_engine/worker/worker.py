@@ -415,6 +415,8 @@ class Worker:
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""
+        if self._config.computes_whole_prompts:
+            return []  # there are no decodes
         if self._config.state_layers and isinstance(self._config, TransformersConfig):
             return []  # which requests are computed together depends on where each begins
         return graph_sizes(self.args, self._device.type, self._backend.name)
