@@ -231,8 +231,9 @@ def _parsers(args: EngineArgs, path: Path, source: TokenizerSource | None) -> st
         tool_call_parser=args.tool_call_parser or family,
         reasoning_parser=args.reasoning_parser or family,
     )
-    reasons = family is not None or args.reasoning_parser is not None
-    reasons = reasons or (template is not None and template.has_thinking)
+    reasons = args.reasoning_parser is not None or (template is not None and template.has_thinking)
+    if source is not None and source.kind == "mistral":
+        reasons = reasons or b"[THINK]" in source.file.read_bytes()
     text = f"tool calls {chosen.tool_parser_name}, reasoning {chosen.reasoning_parser_name if reasons else 'none'}"
     if not chosen.is_tool_parser_guessed:
         return text
