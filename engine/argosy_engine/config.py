@@ -6,10 +6,12 @@ resolves them, and the core reports the result as `ResolvedConfig` when it is re
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from argosy_engine.checkpoint.tokenizer_files import TokenizerMode
 from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
@@ -119,6 +121,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             "user's cache"
         ),
     ] = None
+    tokenizer: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=4096)] | None,
+        Meta(
+            description="directory on this machine whose tokenizer and chat template are used instead of the model's"
+        ),
+    ] = None
+    tokenizer_mode: Annotated[
+        TokenizerMode,
+        Meta(
+            description="auto: tokenizer.json, else tekken.json or tokenizer.model.vN by mistral-common (extra "
+            "`mistral`), else tiktoken.model or tokenizer.model, converted by transformers; hf: none of Mistral's; "
+            "mistral: none but Mistral's"
+        ),
+        Flag(remedies=(("slow", "there is one implementation of each; leave the flag out"),)),
+    ] = "auto"
     served_model_name: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
         Meta(max_length=64, description="names that clients may use; the first is the canonical one"),
@@ -447,18 +464,19 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     tool_call_parser: Annotated[
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
-            description="how the model writes tool calls, by vLLM's names: deepseek_v3, deepseek_v31, ernie45, gemma4, "
-            "glm45, glm47, granite, granite4, hermes, kimi_k2, llama3_json, llama4_json, llama4_pythonic, minimax_m2, "
-            "mistral, olmo3, openai, pythonic, qwen3_coder, qwen3_json, qwen3_xml, seed_oss; "
+            description="how the model writes tool calls, by vLLM's names: deepseek_v3, deepseek_v31, deepseek_v32, "
+            "deepseek_v4, ernie45, gemma4, glm45, glm47, granite, granite4, hermes, kimi_k2, llama3_json, "
+            "llama4_json, llama4_pythonic, minimax_m2, "
+            "mistral, olmo3, openai, pythonic, qwen3_coder, qwen3_json, qwen3_xml, seed_oss, solar_open; "
             "default: chosen by the chat template and config.json"
         ),
     ] = None
     reasoning_parser: Annotated[
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
-            description="how the model marks its reasoning, by vLLM's names: deepseek_r1, deepseek_v3, gemma4, glm45, "
-            "glm47, kimi_k2, minimax_m2, mistral, nemotron_v3, olmo3, openai_gptoss, qwen3, seed_oss; "
-            "default: chosen by the chat template"
+            description="how the model marks its reasoning, by vLLM's names: deepseek_r1, deepseek_v3, ernie45, "
+            "gemma4, glm45, glm47, kimi_k2, minimax_m2, mistral, nemotron_v3, olmo3, openai_gptoss, qwen3, seed_oss, "
+            "solar_open; default: chosen by the chat template"
         ),
     ] = None
     tool_parser_plugin: Annotated[
@@ -518,6 +536,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     @property
     def has_fp8_kv_cache(self) -> bool:
         return self.kv_cache_dtype != "auto"
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Directory of the tokenizer, if it is not the model's."""
+        if self.tokenizer in (None, self.model):
+            return None
+        return Path(str(self.tokenizer).removeprefix("file://")).expanduser()
 
     @property
     def canonical_name(self) -> str:

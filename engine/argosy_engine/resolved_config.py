@@ -78,6 +78,17 @@ class ParserConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_parser_plugin: str | None = None
 
 
+class TokenizerConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the tokenizer is, if it is no tokenizer.json in the model's directory."""
+
+    path: str | None = None
+    """Directory with tokenizer_config.json and chat template (`--tokenizer`); None: the model's."""
+    folder: str | None = None
+    """Directory with the tokenizer.json that is loaded; None: the same."""
+    mistral_file: str | None = None
+    """The file that mistral-common encodes with."""
+
+
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
     """Configuration with all defaults resolved. The core sends it to every client in its READY message."""
 
@@ -117,12 +128,23 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     has_copies: bool = False
     """Whether other processes run copies of this core, which are given the same requests."""
     parsers: ParserConfig = ParserConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     request_defaults: RequestDefaults = RequestDefaults()
     pooling: PoolingSpec | None = None
     """How the model pools; None: it generates."""
     kv_cache_metrics: bool = False
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Directory with tokenizer_config.json and chat template."""
+        return self.tokenizer.path or self.model_path
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Directory with the tokenizer.json that is loaded."""
+        return self.tokenizer.folder or self.tokenizer_path
 
     @property
     def memory_of_ranks(self) -> tuple[MemoryBudget, ...]:

@@ -177,12 +177,6 @@ REFUSED = (
         "spans (--otlp-traces-endpoint) have the times of queue, prefill and decode, and no others",
         is_list=True,
     ),
-    VllmFlag("tokenizer", "the tokenizer is that of the model's directory, or built in for builtin://tiny"),
-    VllmFlag(
-        "tokenizer-mode",
-        "the tokenizer is tokenizer.json; docs/models.md says how Mistral's tekken.json becomes one",
-        neutral=("auto", "hf"),
-    ),
     VllmFlag(
         "config-format",
         "the configuration is config.json, also of Mistral's models; their params.json is not read",
@@ -274,7 +268,9 @@ RARE_REFUSED = (
     VllmFlag("ssl-cert-reqs", "--ssl-ca-certs requires a client's certificate"),
     VllmFlag("ssl-ciphers", "the ciphers are OpenSSL's default"),
     VllmFlag("hf-token", "the variable HF_TOKEN has the token; a command line is visible to other users"),
-    VllmFlag("tokenizer-revision", "the tokenizer is that of the model's directory"),
+    VllmFlag(
+        "tokenizer-revision", "the tokenizer is that of the model's directory, or a directory (--tokenizer)"
+    ),
     VllmFlag("model-class-overrides", "there is one implementation of every model"),
     VllmFlag("reasoning-parser-plugin", NO_PLUGIN_OF_REASONING),
     VllmFlag("io-processor-plugin", "there are no plugins for what models read and write"),

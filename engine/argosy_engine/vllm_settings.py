@@ -83,8 +83,6 @@ def engine_args_of(**fields: Any) -> EngineArgs:
             neutral: tuple[object, ...] = flag.neutral
             if name == LOCAL_SIZE:
                 neutral = (str(fields.get("data_parallel_size", 1)),)
-            elif name == "tokenizer":
-                neutral = (str(fields.get("model")),)
             if value and str(value) not in neutral:
                 raise ConfigError(f"{field} is not supported: {flag.reason}")
         elif (flag := without_effect.get(name)) is not None:

@@ -79,7 +79,7 @@ def test_an_architecture_that_is_not_served_changes_nothing(
     ("missing", "config", "message"),
     [
         ("config.json", None, "has no config.json"),
-        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", None, "has no tokenizer.json"),
         ("model.safetensors", None, "it has no model.safetensors"),
         ("README.md", {"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
     ],

@@ -60,10 +60,10 @@ def cut(file: Path, size: int) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing (write one"),
+    "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json; write one"),
     "only Mistral's tokenizer": (
         lambda path: (path / "tokenizer.json").rename(path / "tekken.json"),
-        "tokenizer.json is missing (tekken.json, which is not read, can be converted",
+        "tekken.json cannot be read by mistral-common",
     ),
     "empty tokenizer": (lambda path: cut(path / "tokenizer.json", 0), "tokenizer.json is damaged"),
     "cut tokenizer": (lambda path: cut(path / "tokenizer.json", 1000), "tokenizer.json is damaged"),
@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "huge tokenizer": (
         lambda path: os.truncate(path / "tokenizer.json", 100 << 30),
-        "tokenizer.json is larger than 268435456 bytes",
+        "tokenizer.json has 107374182400 bytes, more than 268435456",
     ),
     "no weights": (lambda path: weights(path).unlink(), ".safetensors"),
     "empty weights": (lambda path: cut(weights(path), 0), "safetensors is cut off or damaged"),

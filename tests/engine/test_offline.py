@@ -263,7 +263,7 @@ def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest
             {"limit_mm_per_prompt": {"image": 1}},
             "limit_mm_per_prompt={'image': 1} is not supported: images, videos",
         ),
-        ({"tokenizer": "n"}, "tokenizer is not supported: the tokenizer is that of the model's directory"),
+        ({"tokenizer_mode": "slow"}, "there is one implementation of each"),
         ({"structured_outputs_config": {"disable_any_whitespace": True}}, "disable_any_whitespace is not"),
         ({"trust_remote": True}, "there is no argument trust_remote"),
     ):

@@ -20,7 +20,7 @@ from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.request_defaults import RequestDefaults
-from argosy_engine.resolved_config import ParserConfig
+from argosy_engine.resolved_config import ParserConfig, TokenizerConfig
 
 
 class Clock:
@@ -257,6 +257,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         logits_processors=(),
         seed=None,
         parsers=ParserConfig(),
+        tokenizer=TokenizerConfig(),
         request_defaults=RequestDefaults(),
         has_copies=False,
         pooling=None,

@@ -30,6 +30,10 @@ class Config(msgspec.Struct):
     model_path: str = str(TINY)
     max_model_len: int = 64
 
+    @property
+    def tokenizer_path(self) -> str:
+        return self.model_path
+
 
 def http_of(**flags: bool) -> httpx.AsyncClient:
     engine = Engine(("tiny",), options=ServerArgs(**flags))

@@ -256,7 +256,7 @@ def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.Ca
         ('--rope-scaling {"factor":2}', "--rope-scaling is not supported: use --hf-overrides"),
         ("--rope-theta 1e6", "--rope-theta is not supported: use --hf-overrides"),
         ("--speculative-model x", "--speculative-model is not supported"),
-        ("--tokenizer x", "or built in for builtin://tiny"),
+        ("--tokenizer-revision x", "or a directory (--tokenizer)"),
         (
             "-q awq_marlin",
             "awq_marlin is not supported: such weights are not read yet; serve an FP8 checkpoint",
@@ -266,7 +266,7 @@ def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.Ca
         ("--kv-cache-dtype fp8_e5m2", "fp8_e5m2 is not supported: keys and values in 8 bits are fp8 (e4m3)"),
         ('--profiler-config {"profiler":"torch"}', "--profiler-config is not supported"),
         ("--stream-interval 0", "--stream-interval: must be"),
-        ("--tokenizer-mode slow", "--tokenizer-mode is not supported"),
+        ("--tokenizer-mode slow", "there is one implementation of each; leave the flag out"),
         ("--ssl-certfile a", "--ssl-certfile and --ssl-keyfile need each other"),
         ("--enable-ssl-refresh", "--enable-ssl-refresh needs --ssl-certfile"),
         ("--chat-template /no/such.jinja", "--chat-template /no/such.jinja cannot be read"),

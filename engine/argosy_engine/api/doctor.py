@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -23,10 +24,13 @@ from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, sele
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.checkpoint.stored_tensors import check_names, with_stored_head
+from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_tokenizer
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
+from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
+from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
@@ -37,6 +41,7 @@ from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
@@ -79,6 +84,10 @@ class Diagnosis(Struct, kw_only=True):
     kv_cache_tokens: int | None = None
     max_concurrency: float | None = None
     problem: str | None = None
+    tokenizer: str | None = None
+    """File that the tokenizer is read from, and by which library, unless it is the tokenizer.json of a remote model."""
+    parsers: str | None = None
+    """How tool calls and reasoning are parsed, if the model generates and is on this machine."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -125,7 +134,17 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         config = load_model_config(path, args.model_use)
         sampling_defaults(path, args.request_defaults)
         has_weights = args.load_format != "dummy"
-        check_folder(path, has_tokenizer=not is_remote(args), has_weights=has_weights)
+        tokenizer = args.tokenizer_path
+        has_tokenizer = tokenizer is not None or not is_remote(args)
+        check_folder(
+            path,
+            has_tokenizer=has_tokenizer,
+            has_weights=has_weights,
+            tokenizer=tokenizer,
+            tokenizer_mode=args.tokenizer_mode,
+        )
+        source = find_tokenizer(tokenizer or path, args.tokenizer_mode) if has_tokenizer else None
+        parsers = _parsers(args, path, source) if config.pooling is None and not is_remote(args) else None
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
         if has_weights:
             if not isinstance(config, TransformersConfig):  # whose loader knows other names
@@ -164,6 +183,8 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         attention_backend=backend.name,
         refused_backends=dict(backend.refused),
         text_part_of=config.wrapper,
+        tokenizer=None if source is None else str(source),
+        parsers=parsers,
         data_parallel_size=args.data_parallel_size,
     )
     itemsize = _ITEMSIZE[dtype]
@@ -193,6 +214,34 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     return diagnosis
 
 
+def _parsers(args: EngineArgs, path: Path, source: TokenizerSource | None) -> str:
+    """Say how outputs are parsed, or that there are no chats.
+
+    Raises:
+        ConfigError: the chat template does not compile.
+    """
+    family = "mistral" if source is not None and source.kind == "mistral" else None
+    template = None if family else ChatTemplate.load(args.tokenizer_path or path, args.request_defaults)
+    if template is None and family is None:
+        return "none, without a chat template, which --chat-template can give"
+    chosen = choose_parsers(
+        None if template is None else template.source,
+        read_json(path / "config.json"),
+        tool_call_parser=args.tool_call_parser or family,
+        reasoning_parser=args.reasoning_parser or family,
+    )
+    reasons = args.reasoning_parser is not None or (template is not None and template.has_thinking)
+    if source is not None and source.kind == "mistral":
+        reasons = reasons or b"[THINK]" in source.file.read_bytes()
+    text = f"tool calls {chosen.tool_parser_name}, reasoning {chosen.reasoning_parser_name if reasons else 'none'}"
+    if not chosen.is_tool_parser_guessed:
+        return text
+    return (
+        f"{text} (a guess: neither chat template nor model type tells a known form of calls; if the model calls tools "
+        "in another, name it with --tool-call-parser)"
+    )
+
+
 def _find_device(args: EngineArgs) -> DeviceMemory:
     check_gpus(args)
     gpu = gpu_memory() if args.device != "cpu" else None
@@ -211,6 +260,10 @@ def _render(diagnosis: Diagnosis) -> str:
     ]
     backend = BackendChoice(diagnosis.attention_backend, diagnosis.refused_backends)
     lines.append(f"attention backend {backend}")
+    if diagnosis.tokenizer is not None:
+        lines.append(f"tokenizer {diagnosis.tokenizer}")
+    if diagnosis.parsers is not None:
+        lines.append(f"parsers {diagnosis.parsers}")
     if diagnosis.budget is not None:
         lines.append(budget_table(*[diagnosis.budget] * diagnosis.data_parallel_size))
     lines.append(f"does not fit: {diagnosis.problem}" if diagnosis.problem else "fits")

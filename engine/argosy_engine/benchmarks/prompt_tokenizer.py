@@ -77,14 +77,15 @@ class FolderTokenizer:
     """The tokenizer of a model's folder.
 
     Raises (from the constructor):
-        ConfigError: the folder has no readable tokenizer.json.
+        ConfigError: the folder has no readable tokenizer.
     """
 
     def __init__(self, folder: Path) -> None:
-        from argosy_engine.frontend.tokenizer import Tokenizer
+        from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer
+        from argosy_engine.frontend.renderer import open_tokenizer
 
         self._folder = folder
-        self._tokenizer = Tokenizer(folder)
+        self._tokenizer = open_tokenizer(prepare_tokenizer(folder))
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +97,7 @@ class FolderTokenizer:
 
     @property
     def num_special_tokens(self) -> int:
-        return self._tokenizer.backend.num_special_tokens_to_add(False)
+        return sum(self._tokenizer.num_added)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -153,7 +154,7 @@ def _folder(name: str) -> Path:
         if not uri.is_remote:
             folder = Path(name.removeprefix("file://")).expanduser()
             # A tokenizer's folder need not have a config.json.
-            return folder if (folder / "tokenizer.json").is_file() else resolve_model(name)
+            return folder if folder.is_dir() else resolve_model(name)
         from argosy_fetcher.pull import pull_model
 
         with progress_display() as progress:

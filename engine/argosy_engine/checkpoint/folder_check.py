@@ -13,32 +13,39 @@ import msgspec
 
 from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
 from argosy_engine.checkpoint.safetensors_header import read_header
+from argosy_engine.checkpoint.tokenizer_files import TokenizerMode, prepare_tokenizer
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import permission_fault
 from argosy_fetcher.progress_display import printable
-from argosy_fetcher.selection import tokenizer_remedy
+from argosy_fetcher.selection import TOKENIZER
 
-TOKENIZER = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 256 << 20
-"""Far more than any tokenizer has."""
 _MAX_NAMED = 6
 """Files that an error message lists, and tensors of a file."""
 _MAX_NAME = 128
 """Characters of a tensor's name that an error message shows."""
 
 
-def check_folder(path: Path, *, has_tokenizer: bool = True, has_weights: bool = True) -> None:
+def check_folder(
+    path: Path,
+    *,
+    has_tokenizer: bool = True,
+    has_weights: bool = True,
+    tokenizer: Path | None = None,
+    tokenizer_mode: TokenizerMode = "auto",
+) -> None:
     """Check that the files of the model in directory `path` are there and whole.
 
     Args:
-        has_tokenizer: whether the tokenizer has to be there.
+        has_tokenizer: whether the tokenizer has to be there. One that is no tokenizer.json is converted, which takes
+            seconds.
+        tokenizer: its directory, if it is another (`--tokenizer`).
         has_weights: whether the weights have to be there.
 
     Raises:
         ConfigError: files are missing or damaged; the message names them.
     """
     faults = [
-        *(_tokenizer_faults(path) if has_tokenizer else ()),
+        *(_tokenizer_faults(tokenizer or path, tokenizer_mode) if has_tokenizer else ()),
         *(_weight_faults(path) if has_weights else ()),
     ]
     if faults:
@@ -47,26 +54,17 @@ def check_folder(path: Path, *, has_tokenizer: bool = True, has_weights: bool = 
         raise ConfigError(f"the model in {path} cannot be loaded: {text}")
 
 
-def check_tokenizer_exists(path: Path) -> None:
-    """Check that a model's directory has a tokenizer, without reading it.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if path.is_dir() and not (path / TOKENIZER).exists():
-        remedy = tokenizer_remedy({each.name for each in path.iterdir()})
-        raise ConfigError(f"{path} has no {TOKENIZER}; {remedy}")
-
-
-def _tokenizer_faults(path: Path) -> Iterator[str]:
-    file = path / TOKENIZER
-    if not file.is_file():
-        yield f"{TOKENIZER} is missing ({tokenizer_remedy({each.name for each in path.iterdir()})})"
-        return
+def _tokenizer_faults(path: Path, mode: TokenizerMode) -> Iterator[str]:
     try:
-        if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            yield f"{TOKENIZER} is larger than {MAX_TOKENIZER_BYTES} bytes; copy it again"
-            return
+        prepared = prepare_tokenizer(path, mode)
+    except PermissionError:
+        yield f"the tokenizer: {permission_fault(path)}"
+        return
+    except ConfigError as error:
+        yield str(error).replace(f"{path} has", "it has")
+        return
+    file = prepared.folder / TOKENIZER
+    try:
         msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
     except PermissionError:
         yield f"{TOKENIZER}: {permission_fault(path)}"

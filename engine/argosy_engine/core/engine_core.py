@@ -118,7 +118,7 @@ class EngineCore:
             pipeline_parallel_size=args.pipeline_parallel_size,
         )
         self.structured: StructuredOutputManager | CopiedGrammars = create_structured_output_manager(
-            info.model_path,
+            self.config.tokenizer_folder,
             info.config.vocab_size,
             info.config.eos_token_ids,
             args.structured_outputs_cache_bytes,

@@ -8,16 +8,21 @@ from pathlib import Path
 
 import msgspec
 
+from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer, tokenizer_source
 from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import async_scheduling
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.worker_info import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
+from argosy_engine.resolved_config import ParserConfig, ResolvedConfig, TokenizerConfig
 
 
 def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
-    """Return the configuration of a new engine, with an epoch of its own."""
+    """Return the configuration of a new engine, with an epoch of its own.
+
+    Raises:
+        ConfigError: the plugin, or the tokenizer, cannot be read.
+    """
     is_matryoshka, dimensions = _matryoshka(args, info.config)
     parsers = ParserConfig(
         enable_auto_tool_choice=args.enable_auto_tool_choice,
@@ -25,10 +30,18 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         reasoning_parser=args.reasoning_parser,
         tool_parser_plugin=args.tool_parser_plugin,
     )
+    tokenizer = _tokenizer(args, Path(info.model_path))
+    has_own = (Path(info.model_path) / "tokenizer.json").is_file()
+    pooling = info.config.pooling
+    if tokenizer != TokenizerConfig() and not has_own and pooling is not None and pooling.label_token_ids:
+        raise ConfigError(
+            "classifier_from_token names tokens of a tokenizer.json in the model's own folder, which has none; put one "
+            "there"
+        )
     return ResolvedConfig(
         model_path=info.model_path,
         model_name=args.canonical_name,
-        model_fingerprint=_fingerprint(info.model_fingerprint, parsers),
+        model_fingerprint=_fingerprint(info.model_fingerprint, parsers, tokenizer),
         architecture=info.config.architecture,
         device=info.device,
         dtype=info.dtype,
@@ -55,29 +68,66 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         seed=info.seed if args.seed is None else args.seed,
         has_copies=args.executor_backend == "external_launcher",
         parsers=parsers,
+        tokenizer=tokenizer,
         request_defaults=args.request_defaults,
         pooling=info.config.pooling,
         kv_cache_metrics=args.kv_cache_metrics,
     )
 
 
-def _fingerprint(workers: str, parsers: ParserConfig) -> str:
-    """Return the workers' fingerprint (`checkpoint.fingerprint`) together with how the model's output is parsed, which
-    only processes with clients know. Without flags for that it is the workers'.
+def _tokenizer(args: EngineArgs, model: Path) -> TokenizerConfig:
+    """Return where the tokenizer is, converted if it is no tokenizer.json.
 
     Raises:
-        ConfigError: the plugin cannot be read.
+        ConfigError: there is none that can be read.
     """
-    if parsers == ParserConfig():
+    path = args.tokenizer_path or model
+    if path == model and tokenizer_source(path, {file.name for file in path.iterdir()}, "auto") is None:
+        return TokenizerConfig()  # the core reads tokens; a client that reads texts says what is missing
+    prepared = prepare_tokenizer(path, args.tokenizer_mode)
+    return TokenizerConfig(
+        path=None if path == model else str(path),
+        folder=None if prepared.folder == path else str(prepared.folder),
+        mistral_file=None if prepared.mistral_file is None else str(prepared.mistral_file),
+    )
+
+
+def _fingerprint(workers: str, parsers: ParserConfig, tokenizer: TokenizerConfig) -> str:
+    """Return the workers' fingerprint (`checkpoint.fingerprint`) together with how prompts are tokenised and output
+    is parsed, which only processes with clients know. Without flags and conversions for that it is the workers'.
+
+    Raises:
+        ConfigError: the plugin, or the tokenizer, cannot be read.
+    """
+    if parsers == ParserConfig() and tokenizer == TokenizerConfig():
         return workers
     named = msgspec.structs.replace(parsers, tool_parser_plugin=None)
     digest = hashlib.sha256(workers.encode() + msgspec.json.encode(named, order="deterministic"))
+    if tokenizer != TokenizerConfig():
+        digest.update(_digest_of(tokenizer))
     if (plugin := parsers.tool_parser_plugin) is not None:
         try:
             digest.update(Path(plugin).read_bytes())
         except OSError as error:
             raise ConfigError(f"--tool-parser-plugin {plugin}: {error.strerror}") from None
     return digest.hexdigest()[: len(workers)]
+
+
+def _digest_of(tokenizer: TokenizerConfig) -> bytes:
+    files = [Path(tokenizer.mistral_file)] if tokenizer.mistral_file else []
+    if (folder := tokenizer.folder or tokenizer.path) is not None:
+        files.append(Path(folder) / "tokenizer.json")
+    if tokenizer.path is not None:
+        names = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+        files += [Path(tokenizer.path) / name for name in names]
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            content = file.read_bytes() if file.is_file() else b""
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
 
 
 def _matryoshka(args: EngineArgs, config: ModelConfig) -> tuple[bool, tuple[int, ...]]:

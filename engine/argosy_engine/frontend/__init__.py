@@ -18,6 +18,7 @@ generation_tag              the tag for trainers, without effect
 template_roles              which roles it renders
 control_tokens              keeps a chat's text from becoming control tokens
 tokenizer                   tokenizer.json
+mistral_tokenizer           tekken.json and tokenizer.model.vN, by mistral-common
 word_cache                  tokens of the words of ASCII text that were seen before
 chunk_map                   where the router's chunks end in the tokens
 prompt_truncation           truncate_prompt_tokens: how much of a prompt stays

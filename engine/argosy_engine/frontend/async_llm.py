@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from contextlib import aclosing
 from typing import Any, Literal
 
-from argosy_engine.checkpoint.folder_check import check_tokenizer_exists
 from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncClient, AsyncMPClient
 from argosy_engine.core.proc.client_group import ALONE, ClientGroup, num_balancer_columns
@@ -491,10 +491,10 @@ def _check_before_load(args: EngineArgs) -> None:
     """Refuse what the core and this process would refuse, the latter only after the weights are loaded.
 
     Raises:
-        ConfigError: config.json or flags do not allow it, or there is no tokenizer.
+        ConfigError: config.json or flags do not allow it, or there is no tokenizer that can be read.
     """
     check_model(args)
-    check_tokenizer_exists(resolve_model(args.model))
+    prepare_tokenizer(args.tokenizer_path or resolve_model(args.model), args.tokenizer_mode)
 
 
 def _group_into_call(requests: Sequence[EngineCoreRequest], n: int) -> None:

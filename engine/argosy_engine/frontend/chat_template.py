@@ -200,7 +200,7 @@ class ChatTemplate:
         values = {
             **arguments,
             "messages": self._roles.known(
-                _plain_messages(request.messages),
+                plain_messages(request.messages),
                 has_tools=bool(tools),
                 has_documents=bool(request.documents),
                 arguments=arguments,
@@ -322,7 +322,12 @@ def _through_final_message(text: str) -> str:
     return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()
 
 
-def _plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Make the dicts that templates expect: text content as a string, tool-call arguments as values.
+
+    Raises:
+        InvalidRequest: content is no text, or a call malformed.
+    """
     newest = newest_message(messages)
     return [
         _plain_message(message, f"messages[{index}]", is_replayed(message, index, newest))

@@ -41,7 +41,9 @@ class InputProcessor:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.renderer = Renderer(config, config.parsers, least_output=int(config.pooling is None))
+        self.renderer = Renderer(
+            config, config.parsers, config.tokenizer, least_output=int(config.pooling is None)
+        )
         self._sampling_defaults = sampling_defaults(Path(config.model_path), config.request_defaults)
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._unseeded = itertools.count(1)

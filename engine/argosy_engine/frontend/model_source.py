@@ -151,6 +151,7 @@ def _localized(args: EngineArgs, model: PulledModel) -> EngineArgs:
     return msgspec.structs.replace(
         args,
         model=str(model.path),
+        tokenizer=None if args.tokenizer == args.model else args.tokenizer,
         served_model_name=args.served_model_name or (args.canonical_name,),
         revision=None,
         download_dir=None,

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from argosy_engine.checkpoint.tokenizer_files import PreparedTokenizer
 from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
@@ -31,7 +32,7 @@ from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
-from argosy_engine.resolved_config import ParserConfig, ResolvedConfig
+from argosy_engine.resolved_config import ParserConfig, ResolvedConfig, TokenizerConfig
 from argosy_engine.structured.reasoning import Reasoning, last_index, reasoning_after, reasoning_in
 from argosy_protocol.chunk_hash import chain_seed
 from argosy_protocol.openai import (
@@ -42,6 +43,9 @@ from argosy_protocol.openai import (
 )
 from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
+if TYPE_CHECKING:
+    from argosy_engine.frontend.mistral_tokenizer import MistralTokenizer
+
 logger = logging.getLogger("argosy.frontend")
 
 MIN_INPUT_BYTES = 1 << 20
@@ -50,6 +54,7 @@ may drop documents. All of it is searched for control tokens."""
 
 
 _CHOSEN_PARSERS = ParserConfig()
+_OWN_TOKENIZER = TokenizerConfig()
 _KEPT_TEMPLATES = 16
 """Compiled templates of requests that are kept; clients that bring one bring it with every request."""
 
@@ -80,13 +85,29 @@ class Renderer:
     """
 
     def __init__(
-        self, config: ResolvedConfig, parsers: ParserConfig = _CHOSEN_PARSERS, *, least_output: int = 1
+        self,
+        config: ResolvedConfig,
+        parsers: ParserConfig = _CHOSEN_PARSERS,
+        tokenizer: TokenizerConfig = _OWN_TOKENIZER,
+        *,
+        least_output: int = 1,
     ) -> None:
         path = Path(config.model_path)
         self.config = config
         self._least_output = least_output
-        self.tokenizer = Tokenizer(path)
-        self.template = ChatTemplate.load(path, config.request_defaults)
+        self._template_path = Path(tokenizer.path or path)
+        file = tokenizer.mistral_file
+        prepared = PreparedTokenizer(
+            Path(tokenizer.folder or self._template_path), None if file is None else Path(file)
+        )
+        self._mistral = None if file is None else open_mistral_tokenizer(prepared)
+        """The tokenizer, if it writes the chats."""
+        self.tokenizer = self._mistral or Tokenizer(prepared.folder)
+        self.template = (
+            None
+            if self._mistral is not None
+            else ChatTemplate.load(self._template_path, config.request_defaults)
+        )
         self._unsalted_seed = chain_seed(config.model_name)
         self._template_of_request = lru_cache(_KEPT_TEMPLATES)(self._compiled)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
@@ -95,14 +116,15 @@ class Renderer:
             names = load_tool_parser_plugin(parsers.tool_parser_plugin)
             logger.info("%s registers the tool parsers %s", parsers.tool_parser_plugin, ", ".join(names))
         config_file = path / "config.json"
+        family = None if self._mistral is None else "mistral"
         self.parsers = choose_parsers(
             None if self.template is None else self.template.source,
             read_json(config_file) if config_file.is_file() else {},
-            tool_call_parser=parsers.tool_call_parser,
-            reasoning_parser=parsers.reasoning_parser,
+            tool_call_parser=parsers.tool_call_parser or family,
+            reasoning_parser=parsers.reasoning_parser or family,
         )
         self._names_reasoning = parsers.reasoning_parser is not None
-        if self.template is not None:
+        if self.template is not None or self._mistral is not None:
             logger.info(
                 "parsers: tool calls %s, reasoning %s",
                 self.parsers.tool_parser_name,
@@ -110,9 +132,7 @@ class Renderer:
             )
         thoughts = self.parsers.reasoning_parser
         self._thought_marks = thoughts.start, thoughts.end
-        self._thought_ids = [
-            self.tokenizer.encode(marker, add_special_tokens=False).ids for marker in self._thought_marks
-        ]
+        self._thought_ids = [self._mark_ids(marker) for marker in self._thought_marks]
         before_calls = thoughts.end_before_calls
         self._end_before_calls = (
             tuple(self.tokenizer.encode(before_calls, add_special_tokens=False).ids) if before_calls else ()
@@ -135,9 +155,19 @@ class Renderer:
             special[mark] for mark in (*self._thought_marks, *thoughts.tokens) if mark in special
         }
 
+    def _mark_ids(self, mark: str) -> list[int]:
+        """Return the tokens of a mark of reasoning."""
+        if self._mistral is not None and mark in self.tokenizer.control_tokens:
+            return [self.tokenizer.control_tokens[mark]]  # which no text becomes
+        return self.tokenizer.encode(mark, add_special_tokens=False).ids
+
     @property
     def has_thinking(self) -> bool:
         """Whether the chat template supports reasoning, or the user has named a reasoning parser."""
+        if self._mistral is not None:
+            return (
+                self._names_reasoning or self.parsers.reasoning_parser.start in self.tokenizer.control_tokens
+            )
         return self.template is not None and (self.template.has_thinking or self._names_reasoning)
 
     def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
@@ -159,7 +189,7 @@ class Renderer:
                 param="chat_template",
             )
         try:
-            template = ChatTemplate.load(Path(self.config.model_path), self.config.request_defaults, source)
+            template = ChatTemplate.load(self._template_path, self.config.request_defaults, source)
         except ConfigError as error:
             raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
         assert template is not None
@@ -210,17 +240,26 @@ class Renderer:
 
     def _render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
         (segments,) = prompt_segments(request)
-        text, cuts = self._chat_text(request, segments)
-        if request.truncate_prompt_tokens is None:
-            self.check_length(len(cuts) + 1)  # each piece is at least one token
-        prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
+        if self._mistral is not None:
+            text, encoded = self._mistral_chat(self._mistral, request, segments)
+            prompt = self._prompt_of(encoded, text, segments, request)
+        else:
+            text, cuts = self._chat_text(request, segments)
+            if request.truncate_prompt_tokens is None:
+                self.check_length(len(cuts) + 1)  # each piece is at least one token
+            prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if request.return_prompt_text:
             prompt = prompt._replace(text=text)
         if not self.has_thinking or (prompt.is_truncated and request.truncation_side == "right"):
             return prompt  # without the end of the prompt nobody knows whether the model reasons
+        if self._mistral is not None:
+            return prompt._replace(reasoning=self._mistral_reasoning(prompt, request))
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
             return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
+        text_end = self.parsers.reasoning_parser.text_end
+        if text_end is not None and text.rstrip().endswith(text_end):
+            return prompt
         reasoning = reasoning_after(text, *self._thought_marks, *self._thought_ids)
         if reasoning is None:
             return prompt
@@ -230,6 +269,13 @@ class Renderer:
             reasoning = msgspec.structs.replace(reasoning, end_ids=self._end_before_calls)
         return prompt._replace(reasoning=reasoning)
 
+    def _mistral_reasoning(self, prompt: TokenizedPrompt, request: ChatCompletionRequest) -> Reasoning | None:
+        if request.continue_final_message:  # within an answer
+            return None
+        start, end = self._thought_ids
+        is_open = last_index(prompt.token_ids, start) > last_index(prompt.token_ids, end)
+        return Reasoning(tuple(start), tuple(end), is_open or self.parsers.reasoning_parser.starts_open)
+
     def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
         """Tokenise a chat's prompt, even if it is too long for the model.
 
@@ -237,6 +283,8 @@ class Renderer:
             InvalidRequest: as `render_chat`.
         """
         (segments,) = prompt_segments(request)
+        if self._mistral is not None:
+            return self._mistral_chat(self._mistral, request, segments)[1].ids
         text, cuts = self._chat_text(request, segments)
         return self.encode(text, add_special_tokens=False, cuts=cuts).ids
 
@@ -247,6 +295,8 @@ class Renderer:
             InvalidRequest: as `render_chat`.
         """
         (segments,) = prompt_segments(request)
+        if self._mistral is not None:
+            return self._mistral_chat(self._mistral, request, segments)[0]
         return self._chat_text(request, segments)[0]
 
     def render_completion(self, request: CompletionRequest) -> list[TokenizedPrompt]:
@@ -314,7 +364,8 @@ class Renderer:
         Raises:
             InvalidRequest: the model cannot, or the request has a field that does not go with it.
         """
-        if self._fill_in_middle is None:
+        is_mistral = self._mistral is not None and self._mistral.fills_in
+        if self._fill_in_middle is None and not is_mistral:
             raise InvalidRequest(
                 "suffix needs a model that fills in the middle; the tokenizer of this one has no tokens for it",
                 param="suffix",
@@ -324,6 +375,12 @@ class Renderer:
                 raise InvalidRequest(f"suffix cannot be combined with {field}", param="suffix")
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt that is text, not token ids", param="suffix")
+        if self._mistral is not None:
+            self._check_characters(len(prompt) + len(suffix))
+            ids = self._mistral.encode_fill_in(prompt, suffix)
+            self.check_length(len(ids))
+            return TokenizedPrompt(ids, [])
+        assert self._fill_in_middle is not None
         text = self._fill_in_middle.prompt(prompt, suffix)
         # Chunks are those of plain prompts, whose tokens are others.
         return self._text_prompt(text, [], request, add_special_tokens=True)
@@ -411,14 +468,8 @@ class Renderer:
                 param="add_special_tokens",
             )
         template = self._template(request)
+        size = self._check_chat(request, segments)
         is_truncated = request.truncate_prompt_tokens is not None
-        # Templates may drop an assistant's answers and reasoning, but not the other messages.
-        if not is_truncated:
-            self._check_characters(
-                sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
-            )
-        size = sum(len(data) for _, data in segments)
-        self._check_input(size)
         if not self._control_tokens.concern(segments):
             return template.render(request), []
         if size > self._max_characters and not is_truncated:
@@ -428,6 +479,34 @@ class Renderer:
         if not is_truncated:
             self._check_characters(len(rendered))
         return self._control_tokens.reveal(rendered)
+
+    def _mistral_chat(
+        self, tokenizer: MistralTokenizer, request: ChatCompletionRequest, segments: list[Segment]
+    ) -> tuple[str, Encoded]:
+        """Render a chat by mistral-common; return its text and tokens. Checks lengths before rendering."""
+        if request.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens is not supported in chats: mistral-common writes this model's special tokens",
+                param="add_special_tokens",
+            )
+        self._check_chat(request, segments)
+        stop_if_abandoned()
+        return tokenizer.encode_chat(request, self.config.request_defaults.chat_template_kwargs or {})
+
+    def _check_chat(self, request: ChatCompletionRequest, segments: list[Segment]) -> int:
+        """Return the size of a chat in bytes.
+
+        Raises:
+            PromptTooLong: whatever is made of it is too long.
+        """
+        # Templates may drop an assistant's answers and reasoning, but not the other messages.
+        if request.truncate_prompt_tokens is None:
+            self._check_characters(
+                sum(len(text) for m in request.messages if m.role != "assistant" for text in _texts(m))
+            )
+        size = sum(len(data) for _, data in segments)
+        self._check_input(size)
+        return size
 
     def _text_prompt(
         self,
@@ -444,6 +523,18 @@ class Renderer:
         encoded = self.encode(
             text, add_special_tokens=add_special_tokens, cuts=cuts, is_truncated=truncation is not None
         )
+        return self._prompt_of(encoded, text, segments, request, add_special_tokens=add_special_tokens)
+
+    def _prompt_of(
+        self,
+        encoded: Encoded,
+        text: str,
+        segments: list[Segment],
+        request: GenerationRequest,
+        *,
+        add_special_tokens: bool = False,
+    ) -> TokenizedPrompt:
+        truncation = self.truncation_of(request)
         if truncation is not None and len(encoded) > truncation.num_tokens:
             num_added = self.tokenizer.num_added if add_special_tokens else (0, 0)
             return TokenizedPrompt(truncation.kept(encoded.ids, num_added), [], is_truncated=True)
@@ -495,6 +586,26 @@ class Renderer:
         if not request.cache_salt:
             return self._unsalted_seed
         return chain_seed(self.config.model_name, cache_salt=request.cache_salt)
+
+
+def open_tokenizer(prepared: PreparedTokenizer) -> Tokenizer:
+    """Load a tokenizer (`checkpoint.tokenizer_files.prepare_tokenizer`).
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return Tokenizer(prepared.folder) if prepared.mistral_file is None else open_mistral_tokenizer(prepared)
+
+
+def open_mistral_tokenizer(prepared: PreparedTokenizer) -> MistralTokenizer:
+    """Load a tokenizer of Mistral's, and mistral-common.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from argosy_engine.frontend.mistral_tokenizer import MistralTokenizer
+
+    return MistralTokenizer(prepared)
 
 
 def _calls_tools(request: ChatCompletionRequest) -> bool:

@@ -1,6 +1,7 @@
 """Tokenizer: loads tokenizer.json with the `tokenizers` library.
 
-transformers is not used, because importing it takes longer than the rest of the engine's start.
+transformers is not used, because importing it takes longer than the rest of the engine's start. What other forms a
+tokenizer may have, and which of them become a tokenizer.json: `checkpoint.tokenizer_files`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Protocol
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
-from argosy_engine.checkpoint.folder_check import TOKENIZER, check_tokenizer_exists
+from argosy_engine.checkpoint.tokenizer_files import find_tokenizer
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.word_cache import WordCache
+from argosy_fetcher.selection import TOKENIZER
 
 _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
@@ -85,7 +87,8 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         file = path / TOKENIZER
-        check_tokenizer_exists(path)
+        if not file.exists():
+            find_tokenizer(path)  # which says what to do
         try:
             # Read here: the library would hold the interpreter's lock, for ever if the volume is lost.
             self.backend = _Tokenizer.from_buffer(file.read_bytes())

@@ -60,7 +60,9 @@ def add_info_routes(app: FastAPI, llm: Callable[[], AsyncLLM], has_tokenizer_inf
 
 def tokenizer_settings(llm: AsyncLLM) -> dict[str, Any]:
     """Return the contents of tokenizer_config.json, with the chat template that is used."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer_config(Path(llm.config.model_path))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer_config(
+        Path(llm.config.tokenizer_path)
+    )
     template = llm.renderer.template
     if template is not None:
         settings["chat_template"] = template.source
