@@ -220,12 +220,6 @@ def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
 
 
-def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
-    """Return config.json of a small decoder."""
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
-
-
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_zero_groups_of_experts_are_refused(model_type: str, name: str) -> None:
