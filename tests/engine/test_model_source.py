@@ -88,7 +88,7 @@ def test_a_model_stays_in_the_store_while_an_engine_runs() -> None:
     [
         (
             {"architectures": ["SwinBackbone"]},
-            "architecture SwinBackbone is not supported; there is: DeepseekV2ForCausalLM",
+            "architecture SwinBackbone is not supported; there is: BambaForCausalLM",
         ),
         ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
         ({"auto_map": {"AutoModel": "model.Model"}}, "auto_map asks to run Python code"),

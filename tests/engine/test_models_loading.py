@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks to run Python code"),
     "architecture": (
         {"architectures": ["SwinBackbone"]},
-        "SwinBackbone is not supported; there is: DeepseekV2ForCausalLM, .*or serve it with vLLM behind",
+        "SwinBackbone is not supported; there is: BambaForCausalLM, .*or serve it with vLLM behind",
     ),
     "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*engine.type vllm"),

@@ -94,7 +94,7 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_impl": "argosy"}, "ArceeForCausalLM is not supported; there is: Cohere2ForCausalLM"),
+        ({"model_impl": "argosy"}, "ArceeForCausalLM is not supported; there is: BambaForCausalLM"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"quantization": "fp8"}, "leave out the flag"),
         ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),

@@ -172,8 +172,8 @@ def test_models_that_are_no_decoders_are_refused(architecture: str, model_type: 
     assert f"architecture {architecture} is not supported: it is no decoder" in refusal(tmp_path)
 
 
-def test_a_wrapper_generates_only(tmp_path: Path) -> None:
-    write_checkpoint("llama4", tmp_path)
+def test_a_text_part_on_transformers_code_generates_only(tmp_path: Path) -> None:
+    write_checkpoint("aria", tmp_path)
     assert "which only generates here" in refusal(tmp_path, runner="pooling")
 
 

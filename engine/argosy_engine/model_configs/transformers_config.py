@@ -204,7 +204,12 @@ def read_hf_config(raw: RawConfig) -> Any:
 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ConfigError(f"transformers {_transformers_version()} has no model_type {model_type!r}")
+        architectures = raw.get("architectures")
+        name = architectures[0] if isinstance(architectures, list) and architectures else architectures
+        raise ConfigError(
+            f"architecture {name} is not supported: transformers {_transformers_version()} has no model_type "
+            f"{model_type!r}; correct config.json, or serve another model, {OTHER_ENGINES}"
+        )
     try:
         return CONFIG_MAPPING[model_type].from_dict(_decoded(dict(raw)))
     except Exception as error:  # whatever its validation raises
