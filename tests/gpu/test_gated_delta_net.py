@@ -91,6 +91,19 @@ def test_keys_that_are_all_alike():
         torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_token_that_forgets_all_costs_those_after_it_no_precision():
+    params = SIZES["one head"]
+    weights = weights_of(params)._replace(rates=torch.full((1,), 16.0), dt_bias=torch.zeros(1))
+    qkvz, ba = inputs_of(params, 40, seed=1)
+    ba[:, 1:] = -6.0  # softplus of which is 0.0025
+    ba[::3, 1:] = 80.0
+    state = StateLayer(params.state, torch.float32)
+    state.bind([torch.zeros(2, *shape, dtype=dtype) for shape, dtype in state.tensors], 64)
+    meta = attention_metadata([(0, 40)], torch.tensor([[1]]), 64)
+    found = TritonDeltaNet(params, weights)(qkvz, ba, state, meta)
+    torch.testing.assert_close(found.double(), reference(params, weights, qkvz, ba), atol=2e-5, rtol=2e-5)
+
+
 def test_chunks_of_prompts():
     starts = np.array([0, 1, 2, 42, 47, 63], np.int32)
     chunks = chunks_of_prompts(starts, 2, 16)
