@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.params.sampling_params import SamplingParams
 from random_checkpoints import KINDS, make_checkpoint
+from transformers_checkpoints import VOCAB_SIZE, write_checkpoint
 
 EXACT = {"dtype": "float32", "device": "cpu", "threads": 1}
 MATRYOSHKA = {"hf_overrides": {"is_matryoshka": True}}
@@ -89,6 +91,35 @@ def test_vectors_equal_transformers(params: PoolingParams, model: Any) -> None:
             torch.testing.assert_close(ours, expected(reference, prompt, params), atol=2e-4, rtol=2e-4)
     cached = [result.num_cached_tokens for result in results]
     assert (max(cached) >= 112) == (params.pooling_type is None), cached
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "bamba", "cohere", "cohere2", "deepseek_v3", "falcon_h1", "granitemoehybrid", "lfm2", "llama4_text",
+        "starcoder2",
+    ],
+)  # fmt: skip
+def test_other_decoders_of_ours_embed(model_type: str, tmp_path: Path) -> None:
+    reference = write_checkpoint(model_type, tmp_path)
+    tiny = Path(__file__).parents[2] / "models" / "argosy-tiny"
+    (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 7, 57)]
+    flags: dict[str, Any] = {
+        **EXACT,
+        "runner": "pooling",
+        "model_impl": "argosy",
+        "max_num_batched_tokens": 16,
+    }
+    with closing(LLM(str(tmp_path), **flags)) as llm:
+        embedded = llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
+    body: Any = reference.model
+    for prompt, output in zip(prompts, embedded, strict=True):
+        with torch.inference_mode():
+            states = body(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+        vector = torch.tensor(output.outputs.embedding)
+        torch.testing.assert_close(vector, F.normalize(states[-1].float(), dim=0), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

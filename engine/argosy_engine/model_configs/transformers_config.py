@@ -205,9 +205,9 @@ def read_hf_config(raw: RawConfig) -> Any:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         architectures = raw.get("architectures")
-        name = architectures[0] if isinstance(architectures, list) and architectures else architectures
+        listed: Any = architectures[0] if isinstance(architectures, list) and architectures else architectures
         raise ConfigError(
-            f"architecture {name} is not supported: transformers {_transformers_version()} has no model_type "
+            f"architecture {listed} is not supported: transformers {_transformers_version()} has no model_type "
             f"{model_type!r}; correct config.json, or serve another model, {OTHER_ENGINES}"
         )
     try:
