@@ -198,6 +198,7 @@ def _chunk_systems(
     keys_ptr,
     values_ptr,
     scores_ptr,
+    totals_ptr,
     channels,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -209,9 +210,9 @@ def _chunk_systems(
 ):
     """One head of one chunk per program.
 
-    With k, v, the rates b, the decays d since the chunk's begin, and T the inverse of
-    the unit lower triangular matrix with b_i d_i / d_j k_i k_j: writes T (b d k) to `keys`, T (b v) to `values`, and
-    d_i / d_j q_i k_j for tokens j up to i to `scores`.
+    With k, v, the rates b, the decays d since the chunk's begin, and T the inverse of the unit lower triangular matrix
+    with b_i d_i / d_j k_i k_j: writes T (b d k) to `keys`, T (b v) to `values`, d_i / d_j q_i k_j for tokens j up to i
+    to `scores`, and to `totals` the logarithms of d and of the decays from each token to the chunk's end.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
@@ -230,8 +231,10 @@ def _chunk_systems(
     rate = tl.load(rate_ptr + gates, mask=row_mask, other=0.0)
     decay = tl.load(decay_ptr + gates, mask=row_mask, other=0.0)
     total = tl.cumsum(decay, axis=0)
+    tl.store(totals_ptr + 2 * gates, total, mask=row_mask)
     # Sums of the tokens between two, not differences of sums, which lose digits where decays are large.
     later = tl.where(rows[:, None] > others[None, :], decay[:, None], 0.0)
+    tl.store(totals_ptr + 2 * gates + 1, tl.sum(later, axis=0), mask=row_mask)
     between = tl.exp(tl.cumsum(later, axis=0))
     products = tl.dot(k, tl.trans(k), input_precision="tf32x3")
     system = tl.where(rows[:, None] > others[None, :], products * between * rate[:, None], 0.0)
@@ -258,10 +261,10 @@ def _scan_chunks(
     starts_ptr,
     lens_ptr,
     table_ptr,
-    decay_ptr,
     keys_ptr,
     values_ptr,
     scores_ptr,
+    totals_ptr,
     states_ptr,
     read_ptr,
     first_request,
@@ -301,9 +304,8 @@ def _scan_chunks(
         key_mask = row_mask[None, :, None] & (keys < KEY_DIM)[:, None, :]
         value_mask = row_mask[:, None] & column_mask[None, :]
         gates = token * VALUE_HEADS + head
-        decay = tl.load(decay_ptr + gates, mask=row_mask, other=0.0)
-        total, end_total = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
-        to_end = tl.sum(tl.where(rows[None, :] > rows[:, None], decay[None, :], 0.0), axis=1)
+        total = tl.load(totals_ptr + 2 * gates, mask=row_mask, other=0.0)
+        end_total = tl.sum(tl.where(rows == tl.minimum(left, CHUNK) - 1, total, 0.0), axis=0)
         changed_keys = tl.load(
             keys_ptr + gates[None, :, None] * KEY_DIM + keys[:, None, :], mask=key_mask, other=0.0
         )
@@ -322,7 +324,7 @@ def _scan_chunks(
         read += tl.dot(scores, change, input_precision="tf32x3")
         tl.store(read_ptr + gates[:, None] * VALUE_DIM + columns[None, :], read, mask=value_mask)
         k = tl.load(q_ptr + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
-        k *= tl.exp(to_end)[None, :, None]
+        k *= tl.exp(tl.load(totals_ptr + 2 * gates + 1, mask=row_mask, other=0.0))[None, :, None]
         changes = tl.broadcast_to(change[None, :, :], (PARTS, CHUNK, COLUMNS))
         added = tl.dot(tl.permute(k, (0, 2, 1)), changes, input_precision="tf32x3")
         state = state * tl.exp(end_total) + added
@@ -508,10 +510,10 @@ def _compute_chunks(
         return torch.empty(num_tokens, heads, width, dtype=torch.float32, device=decay.device)
 
     parts = {
-        "decay_ptr": decay,
         "keys_ptr": empty(shape.key_dim),
         "values_ptr": empty(shape.value_dim),
         "scores_ptr": empty(CHUNK_SIZE),
+        "totals_ptr": empty(2),
         "CHUNK": CHUNK_SIZE,
         "KEY_BLOCK": max(triton.next_power_of_2(shape.key_dim), _MIN_DOT),
     }
@@ -529,6 +531,7 @@ def _compute_chunks(
         (len(chunks), heads),
         num_warps=8,
         num_stages=1,
+        decay_ptr=decay,
         rate_ptr=rate,
         chunks_ptr=chunks,
         VALUE_BLOCK=max(triton.next_power_of_2(shape.value_dim), _MIN_DOT),
