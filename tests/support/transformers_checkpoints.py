@@ -46,7 +46,8 @@ _SMALL: dict[str, Any] = {
     "qk_head_dim": 24, "sliding_window": 20, "attention_chunk_size": 48, "local_attention": 20,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "laurel_rank": 8,
     "zero_expert_num": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_mamba_kernels": False,
-    "global_head_dim": 32,
+    "global_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "chunk_size": 32, "mamba_chunk_size": 32,
 }  # fmt: skip
 """Values of fields, for the configs that have them."""
 _OWN: dict[str, dict[str, Any]] = {
