@@ -377,7 +377,7 @@ def test_endpoints_of_an_encoder(served: tuple[str, Any]) -> None:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}, "embed"),
         ("/v1/completions", {"prompt": "w5"}, "embed"),
-        ("/classify", {"input": "w5"}, "m does not classify: that needs a model with a head for it"),
+        ("/classify", {"input": "w5"}, "m does not classify: that needs a checkpoint with a head"),
     ],
 )
 def test_what_an_encoder_does_not_do_is_refused(
