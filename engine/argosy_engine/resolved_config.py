@@ -55,8 +55,10 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     @property
     def kv_cache_tokens(self) -> int:
         """Capacity in tokens of full-length requests. With sliding windows it exceeds the number of slots, because
-        requests free the blocks that leave the window."""
+        requests free the blocks that leave the window. 0 for encoders."""
         full_length = -(-self.max_model_len // self.block_size) * self.block_size
+        if not self.request_blocks and not self.num_states:
+            return 0  # an encoder keeps nothing of a request
         in_states = (self.num_states - 1) * full_length
         if not self.request_blocks:  # states alone
             return in_states
@@ -65,7 +67,7 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
 
     @property
     def max_concurrency(self) -> float:
-        """Number of full-length requests that fit into the KV cache at once."""
+        """Number of full-length requests that fit into the KV cache at once; 0 for encoders."""
         return self.kv_cache_tokens / self.max_model_len
 
 

@@ -20,6 +20,7 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, InvalidRequest
+from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.params.pooling_params import PoolingParams
 from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import check_model
@@ -341,6 +342,8 @@ def test_doctor_sizes_an_encoder(tmp_path: Path) -> None:
     assert found.budget is not None
     assert found.budget.max_model_len == 128
     assert not found.budget.block_bytes
+    assert found.kv_cache_tokens == found.max_concurrency == 0
+    assert "KV cache              none  an encoder computes each prompt whole" in budget_table(found.budget)
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +377,7 @@ def test_endpoints_of_an_encoder(served: tuple[str, Any]) -> None:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}, "embed"),
         ("/v1/completions", {"prompt": "w5"}, "embed"),
-        ("/classify", {"input": "w5"}, "m does not classify: that needs a model with a head for it"),
+        ("/classify", {"input": "w5"}, "m does not classify: that needs a checkpoint with a head"),
     ],
 )
 def test_what_an_encoder_does_not_do_is_refused(

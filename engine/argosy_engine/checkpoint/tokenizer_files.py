@@ -164,6 +164,11 @@ def _remedy(names: set[str], mode: TokenizerMode) -> str:
         return f"its {TEKKEN} is read with --tokenizer-mode mistral, or without the flag"
     if mode == "mistral" and TOKENIZER in names:
         return f"leave the flag out, and its {TOKENIZER} is read"
+    if mode == "mistral":
+        return (
+            f"copy its {TEKKEN} from where the model is published, or leave the flag out and give a folder that has a "
+            f"{TOKENIZER} with --tokenizer PATH"
+        )
     return f"{tokenizer_remedy(names)}, or give a folder that has one with --tokenizer PATH"
 
 

@@ -238,9 +238,10 @@ def check_generates(config: ResolvedConfig) -> None:
         InvalidRequest: the model is served for pooling.
     """
     if config.pooling is not None:
+        served = "embeddings" if config.pooling.task == "embed" else "classification"
         raise InvalidRequest(
-            f"{config.model_name} is served for pooling (task {config.pooling.task}) and does not generate; that needs "
-            "a model with an output head, started with --runner generate"
+            f"{config.model_name} is served for pooling ({served}) and does not generate; ask a model that generates. "
+            "Of a decoder with an output head, --runner generate makes one"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from argosy_engine.resolved_config import MemoryBudget
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -32,6 +34,11 @@ def budget_table(*budgets: MemoryBudget) -> str:
     rows = [
         ("weights", size(budget.weights_bytes), workers),
         ("activations", size(budget.activation_bytes), kind),
+    ]
+    if not budget.request_blocks and not budget.num_states:
+        rows.append(("KV cache", "none", "an encoder computes each prompt whole"))
+        return _lines(rows, len(budgets))
+    rows += [
         (
             "KV cache",
             size(budget.kv_cache_bytes),
@@ -47,7 +54,9 @@ def budget_table(*budgets: MemoryBudget) -> str:
     if budget.state_bytes:
         kept = f"of {size(budget.state_bytes)}, one of each request that runs, the others of cached prefixes"
         rows.insert(3, ("states", str(budget.num_states - 1), kept))
+    return _lines(rows, len(budgets))
+
+
+def _lines(rows: Sequence[tuple[str, str, str]], num_ranks: int) -> str:
     lines = [f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows]
-    return "\n".join(
-        lines if len(budgets) == 1 else [f"  each of {len(budgets)} data-parallel ranks:", *lines]
-    )
+    return "\n".join(lines if num_ranks == 1 else [f"  each of {num_ranks} data-parallel ranks:", *lines])

@@ -181,7 +181,13 @@ class Renderer:
         if request.chat_template is not None:
             return self._template_of_request(request.chat_template)
         if self.template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+            instead = (
+                "use /v1/completions" if self.config.pooling is None else "send texts instead of messages"
+            )
+            raise InvalidRequest(
+                f"this model has no chat template; {instead}, or start the engine with --chat-template FILE",
+                param="messages",
+            )
         return self.template
 
     def _compiled(self, source: str) -> ChatTemplate:

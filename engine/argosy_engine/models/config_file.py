@@ -211,8 +211,8 @@ def _refuse_code(raw: RawConfig) -> None:
     if auto_map := raw.get("auto_map"):
         classes = sorted(auto_map) if isinstance(auto_map, dict) else auto_map
         raise ConfigError(
-            f"auto_map asks to run Python code that comes with the checkpoint ({classes}); "
-            "that is never done. If the model is one of the supported architectures, remove auto_map from config.json"
+            f"auto_map asks to run Python code that comes with the checkpoint ({classes}); that is never done. If "
+            "the architecture is one that is served without it, add --hf-overrides '{\"auto_map\": null}'"
         )
 
 

@@ -26,8 +26,8 @@ async def classify(
     name, pooling = serving.check_model(request.model), serving.llm.config.pooling
     if pooling is None or pooling.task != "classify":
         raise InvalidRequest(
-            f"{name} does not classify: that needs a model with a head for it (ForSequenceClassification), or "
-            "--convert classify"
+            f"{name} does not classify: that needs a checkpoint with a head for labels (ForSequenceClassification), "
+            "served with --convert classify or auto"
         )
     params = PoolingParams(task="classify", use_activation=request.use_activation)
     outputs = await pooled_outputs(serving, partial(render_inputs, request=request), request, params, size)
