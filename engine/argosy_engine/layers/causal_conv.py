@@ -1,4 +1,5 @@
-"""causal_conv: the short causal convolution of layers with states, over a step's requests, in plain torch.
+"""causal_conv: the short causal convolution of layers with states, over a step's requests, in plain torch; and how
+Triton's kernels of these layers divide a step.
 
 A request keeps the last inputs in a block of the state pool (`attention.layer.StateLayer`). Nothing waits for a device.
 """
@@ -41,6 +42,30 @@ def causal_conv(
     for tap, of_tap in enumerate(factors):
         summed += inputs[places.tokens + (tap + 1 - kernel_size)] * of_tap
     return summed
+
+
+def divided_step(
+    meta: AttentionMetadata, num_tokens: int, chunk_size: int | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `state_steps.requests_of_tokens` and `state_steps.chunks_of_prompts` of a step, which layers share.
+    Both are None in steps of decodes, which CUDA graphs repeat.
+
+    Args:
+        num_tokens: of the step, with padding.
+        chunk_size: tokens of a chunk; None: there are no chunks.
+    """
+    if num_tokens == len(meta.seq_lens):
+        return None, None
+    found: tuple[torch.Tensor, torch.Tensor | None] | None = meta.shared.get((divided_step, chunk_size))
+    if found is None:
+        from argosy_engine.triton_kernels.state_steps import chunks_of_prompts, requests_of_tokens
+
+        starts, chunks = meta.query_start_loc, None
+        if chunk_size is not None:
+            rows = chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, chunk_size)
+            chunks = torch.from_numpy(rows).to(starts.device, non_blocking=True)
+        found = meta.shared[divided_step, chunk_size] = requests_of_tokens(starts, num_tokens), chunks
+    return found
 
 
 class _Places(NamedTuple):

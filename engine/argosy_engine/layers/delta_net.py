@@ -20,7 +20,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import DeltaNetParams
-from argosy_engine.layers.causal_conv import causal_conv
+from argosy_engine.layers.causal_conv import causal_conv, divided_step
 from argosy_engine.native.library import DTYPES, MAX_DELTA_KEYS, DeltaNetStruct, Kernels, kernels
 
 NORM_EPS = 1e-6
@@ -129,7 +129,6 @@ class TritonDeltaNet:
 
     def __init__(self, params: DeltaNetParams, weights: DeltaNetWeights) -> None:
         from argosy_engine.triton_kernels import gated_delta_net as kernels
-        from argosy_engine.triton_kernels import state_steps
 
         self._shape = kernels.DeltaNetShape(
             params.num_key_heads,
@@ -139,15 +138,14 @@ class TritonDeltaNet:
             params.kernel_size,
         )
         self._weights = weights
-        self._kernels, self._steps = kernels, state_steps
+        self._kernels = kernels
+        self._chunk_size = kernels.CHUNK_SIZE if params.key_dim <= kernels.MAX_CHUNK_KEYS else None
 
     def __call__(
         self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
     ) -> torch.Tensor:
         meta = meta.of_group(state.group)
-        requests = chunks = None
-        if len(qkvz) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
-            requests, chunks = self._prompts(meta, len(qkvz))
+        requests, chunks = divided_step(meta, len(qkvz), self._chunk_size)
         weights, (conv_states, states) = self._weights, state.states
         return self._kernels.gated_delta_net(
             self._shape,
@@ -169,19 +167,6 @@ class TritonDeltaNet:
             meta.num_decodes,
             norm_eps=NORM_EPS,
         )
-
-    def _prompts(self, meta: AttentionMetadata, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return which request each token is of, and the chunks of requests with several, which layers share."""
-        found: tuple[torch.Tensor, torch.Tensor | None] | None = meta.shared.get(TritonDeltaNet)
-        if found is None:
-            chunks = None
-            if self._shape.key_dim <= self._kernels.MAX_CHUNK_KEYS:
-                size = self._kernels.CHUNK_SIZE
-                rows = self._steps.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, size)
-                chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
-            found = self._steps.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
-            meta.shared[TritonDeltaNet] = found
-        return found
 
 
 class TorchDeltaNet:

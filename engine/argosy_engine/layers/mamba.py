@@ -21,7 +21,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.layers.causal_conv import causal_conv
+from argosy_engine.layers.causal_conv import causal_conv, divided_step
 from argosy_engine.native.library import DTYPES, Kernels, MambaStruct, kernels
 
 _CHUNK = 64
@@ -133,7 +133,6 @@ class TritonMamba:
 
     def __init__(self, params: MambaParams, weights: MambaWeights) -> None:
         from argosy_engine.triton_kernels import mamba as kernels
-        from argosy_engine.triton_kernels import state_steps
 
         self._shape = kernels.MambaShape(
             params.num_heads,
@@ -144,13 +143,11 @@ class TritonMamba:
             params.norm,
         )
         self._weights = weights
-        self._kernels, self._steps = kernels, state_steps
+        self._kernels = kernels
 
     def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
         meta = meta.of_group(state.group)
-        requests = chunks = None
-        if len(zxbcdt) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
-            requests, chunks = self._prompts(meta, len(zxbcdt))
+        requests, chunks = divided_step(meta, len(zxbcdt), self._kernels.CHUNK_SIZE)
         weights, (conv_states, states) = self._weights, state.states
         return self._kernels.mamba(
             self._shape,
@@ -172,17 +169,6 @@ class TritonMamba:
             state.block_size,
             meta.num_decodes,
         )
-
-    def _prompts(self, meta: AttentionMetadata, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which request each token is of, and the chunks of requests with several, which layers share."""
-        found: tuple[torch.Tensor, torch.Tensor] | None = meta.shared.get(TritonMamba)
-        if found is None:
-            size = self._kernels.CHUNK_SIZE
-            rows = self._steps.chunks_of_prompts(meta.query_start_loc_cpu, meta.num_decodes, size)
-            chunks = torch.from_numpy(rows).to(meta.query_start_loc.device, non_blocking=True)
-            found = self._steps.requests_of_tokens(meta.query_start_loc, num_tokens), chunks
-            meta.shared[TritonMamba] = found
-        return found
 
 
 class TorchMamba:

@@ -17,7 +17,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import ShortConvParams
-from argosy_engine.layers.causal_conv import causal_conv
+from argosy_engine.layers.causal_conv import causal_conv, divided_step
 from argosy_engine.native.library import DTYPES, Kernels, ShortConvStruct, kernels
 
 
@@ -96,19 +96,14 @@ class TritonShortConv:
     """Our Triton kernels. What they are launched with depends on the numbers of tokens and requests only."""
 
     def __init__(self, weights: ShortConvWeights) -> None:
-        from argosy_engine.triton_kernels import short_conv, state_steps
+        from argosy_engine.triton_kernels import short_conv
 
         self._weights = weights
-        self._kernels, self._steps = short_conv, state_steps
+        self._kernels = short_conv
 
     def __call__(self, bcx: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
         meta, (states,) = meta.of_group(state.group), state.states
-        requests: torch.Tensor | None = None
-        if len(bcx) != len(meta.seq_lens):  # not in steps of decodes, which CUDA graphs repeat
-            requests = meta.shared.get(TritonShortConv)
-            if requests is None:
-                requests = self._steps.requests_of_tokens(meta.query_start_loc, len(bcx))
-                meta.shared[TritonShortConv] = requests
+        requests, _ = divided_step(meta, len(bcx))
         return self._kernels.short_conv(
             bcx,
             self._weights.conv,
