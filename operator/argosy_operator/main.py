@@ -167,23 +167,19 @@ async def _work(
         identity=config.identity,
         annotations=lambda: {UNREADABLE_ANNOTATION: controller.lister.summary()},
     )
-    electing = asyncio.create_task(election.run(), name="election")
     try:
-        await _work_alone(controller, FencedApi(api, leadership), config, keys)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(election.run(), name="election")
+            tasks.create_task(_work_alone(controller, FencedApi(api, leadership), config, keys), name="work")
     finally:
-        electing.cancel()
-        await asyncio.gather(electing, return_exceptions=True)
         await election.release()
 
 
 async def _work_alone(controller: Controller, api: Api, config: OperatorConfig, keys: FleetKeys) -> None:
-    keeping = asyncio.create_task(keep_fleet_key(api, config, keys), name="fleet-key")
-    following = asyncio.create_task(follow_fleet_keys(keys, controller.use_fleet_keys), name="fleet-keys")
-    try:
-        await controller.run()
-    finally:
-        keeping.cancel()
-        following.cancel()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(keep_fleet_key(api, config, keys), name="fleet-key")
+        tasks.create_task(follow_fleet_keys(keys, controller.use_fleet_keys), name="fleet-keys")
+        tasks.create_task(controller.run(), name="reconcile")
 
 
 def _on_signals(stop: Callable[[], None]) -> Callable[[], None]:

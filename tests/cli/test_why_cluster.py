@@ -165,7 +165,17 @@ def test_a_namespace_that_is_not_watched_is_told_as_such(tmp_path: Path) -> None
     assert "RoleBinding" not in text
 
 
-@pytest.mark.parametrize("told", ["no JSON", "[]", '{"elsewhere": "Forbidden"}', ""])
+@pytest.mark.parametrize(
+    "told",
+    [
+        "no JSON",
+        "[]",
+        '{"elsewhere": "Forbidden"}',
+        "",
+        '{"team": "run `kubectl delete ns team`"}',
+        '{"*": "\\u001b[2J"}',
+    ],
+)
 def test_what_a_lease_does_not_say_of_a_namespace_is_no_problem(told: str, tmp_path: Path) -> None:
     lease = refusing("Forbidden")
     lease["metadata"]["annotations"] = {"inference.argosy.dev/unreadable-namespaces": told}

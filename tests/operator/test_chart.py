@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 import yaml
 from builders import CONFIG, isvc
-from chart_rules import helper_rules
+from chart_rules import fleet_rules, helper_rules
 
 from argosy.arguments import age_seconds, size_bytes
 from argosy_operator.desired.model_volume import model_volume
@@ -171,6 +171,15 @@ def test_the_operator_cannot_read_secrets() -> None:
     assert grants("argosy.operatorRules")["/secrets"] == {"create", "patch"}
 
 
+def test_what_is_listed_and_watched_is_not_read_by_name() -> None:
+    assert grants("argosy.operatorRules")["/pods"] == {"list", "watch", "patch", "delete"}
+    for role in ("argosy-operator-fleet", "argosy-router-fleet"):
+        (rule,) = (each for each in fleet_rules(role) if each["resources"] == ["pods"])
+        assert rule["verbs"] == ["list", "watch"]
+    (rule,) = (each for each in fleet_rules("argosy-router-fleet") if each["resources"] == ["configmaps"])
+    assert rule["verbs"] == ["list", "watch"]
+
+
 def test_the_operator_may_post_events_but_not_read_them() -> None:
     assert grants("argosy.operatorRules")["/events"] == {"create", "patch"}
 
@@ -203,7 +212,7 @@ def test_patterns_of_model_names(names: Any, is_valid: bool) -> None:
 
 
 def test_the_router_only_reads_pods() -> None:
-    assert grants("argosy.routerRules") == {"/pods": {"get", "list", "watch"}}
+    assert grants("argosy.routerRules") == {"/pods": {"list", "watch"}}
 
 
 def test_whoever_asks_the_admin_port_speaks_tls_where_it_does() -> None:

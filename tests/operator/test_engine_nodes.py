@@ -378,6 +378,33 @@ async def test_a_leader_that_cannot_go_keeps_no_workers(state: str) -> None:
         assert is_ready(cluster) is ("refused" not in state)
 
 
+@virtual_time
+async def test_an_operator_whose_clock_is_ahead_lets_replicas_drain() -> None:
+    """Else it takes the workers of a leader that stops, and with them its requests, at once."""
+    now = [after_stop(600)]
+    cluster = new_cluster()
+    async with Operator(cluster, now=lambda: now[0]) as operator:
+        cluster.create(isvc_object(parallelism=TWO_NODES))
+        await operator.settle()
+        (leader,), (worker,) = leaders(cluster), workers(cluster)
+        cluster.is_stuck = lambda each: each["metadata"]["uid"] == leader["metadata"]["uid"]
+        cluster.objects[PODS, "team", leader["metadata"]["name"]]["metadata"][
+            "deletionGracePeriodSeconds"
+        ] = 30
+        cluster.remove((PODS, "team", leader["metadata"]["name"]))
+        for since in (600, 600 + OVERDUE_SECONDS + 29):
+            now[0] = after_stop(since)
+            await operator.controller.resync()
+            await until_still(cluster)
+            assert worker["metadata"]["uid"] in {each["metadata"]["uid"] for each in workers(cluster)}
+        now[0] = after_stop(600 + OVERDUE_SECONDS + 31)
+        await operator.controller.resync()
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            cluster.step()
+        assert worker["metadata"]["uid"] not in {each["metadata"]["uid"] for each in workers(cluster)}
+
+
 async def until_still(cluster: FakeKubernetes) -> None:
     for _ in range(10):
         await asyncio.sleep(1.0)

@@ -59,6 +59,7 @@ async def test_refused_watches_begin_anew(
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(router))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     monkeypatch.setattr(event_source, "RESTART_PAUSE", 0.05)
+    monkeypatch.setattr(event_source, "LIST_PAUSE", 0.01)
     monkeypatch.setattr(event_source, "EndlessBackoff", Hasty)
     monkeypatch.setattr(controller, "RELIST_PAUSE", 0.05)
     async with served(cluster, tmp_path, monkeypatch) as server:
@@ -110,6 +111,120 @@ async def test_watches_that_end_at_once_are_not_begun_again_and_again(
             gc.collect()
     pauses = [after - before for times in begun.values() for before, after in itertools.pairwise(times)]
     assert min(pauses) > 0.1
+
+
+async def test_watches_that_are_told_that_their_version_expired_do_not_list_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kopf then lists all objects anew, whatever that costs: seconds of a core in a large fleet."""
+    cluster = FakeKubernetes()
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr(event_source, "WATCH_PAUSE", 0.0)
+    monkeypatch.setattr(event_source, "LIST_PAUSE", 0.2)
+    server = FakeApiServer(cluster)
+    listed: list[float] = []
+
+    @web.middleware
+    async def expiring(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not request.path.endswith("/pods") or "kopf" not in request.headers.get("User-Agent", ""):
+            return await handler(request)
+        if request.query.get("watch") == "true":
+            return web.json_response({"type": "ERROR", "object": {"kind": "Status", "code": 410}})
+        listed.append(asyncio.get_running_loop().time())
+        return await handler(request)
+
+    app = server.app()
+    app.middlewares.insert(0, expiring)
+    async with served_app(app, tmp_path, monkeypatch):
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: len(listed) >= 4)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    pauses = [after - before for before, after in itertools.pairwise(listed)]
+    assert [pause > 0.9 * 0.2 * 2**number for number, pause in enumerate(pauses)] == [True] * len(pauses)
+
+
+async def test_a_finalizer_of_kopf_s_that_a_tenant_sets_is_not_asked_away_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kopf would remove it, which the operator has no permission for: it asked again every five seconds, while all
+    further events of the object were kept in memory, and none was handled."""
+    cluster = FakeKubernetes()
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
+    obj = isvc_object(replicas=1)
+    finalizers = [kopf_settings(WATCHED).persistence.finalizer]
+    async with served(cluster, tmp_path, monkeypatch) as server:
+        server.authorize = lambda verb, _, resource, *__: (verb, resource) != ("patch", "inferenceservices")
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: server.watches == KINDS)
+            cluster.create({**obj, "metadata": {**obj["metadata"], "finalizers": finalizers}})
+            await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
+            # Its watch alone tells of an edit: no resync is due for minutes.
+            cluster.edit("tiny", lambda spec: spec.update(replicas=2))
+            await until(cluster, operator, lambda: len(cluster.pods()) == 2)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    assert server.forbidden == []
+
+
+@pytest.mark.parametrize("told", ["86400", "1e9", "Wed, 21 Oct 2099 07:28:00 GMT"])
+async def test_a_busy_api_server_has_no_watch_wait_for_as_long_as_it_likes(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeKubernetes()
+    config = OperatorConfig(
+        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+    )
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    monkeypatch.setattr(event_source, "RETRY_AFTER_MAX", 1)
+    server = FakeApiServer(cluster)
+    refused: set[str] = set()
+    restarted: list[str] = []
+
+    @web.middleware
+    async def busy(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "allowWatchBookmarks" in request.query and request.path not in refused:
+            refused.add(request.path)
+            body = {"kind": "Status", "code": 429, "details": {"retryAfterSeconds": 86400}}
+            return web.json_response(body, status=429, headers={"Retry-After": told})
+        if "kopf" in request.headers.get("User-Agent", "") and "limit" in request.query:
+            restarted.append(request.path)
+        return await handler(request)
+
+    app = server.app()
+    app.middlewares.insert(0, busy)
+    async with served_app(app, tmp_path, monkeypatch):
+        operator = asyncio.create_task(main.run(config, health_port=0))
+        try:
+            await until(cluster, operator, lambda: server.watches == KINDS)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+            gc.collect()
+    assert len(refused) == len(restarted) == KINDS, (
+        "the watches were asked for again, and nothing was listed anew"
+    )
+
+
+async def test_kopf_s_sessions_write_nothing() -> None:
+    """It knows no lease, so that an operator that does not lead would write as well."""
+    async with ClientSession(middlewares=(event_source.reads_only,)) as session:
+        for method in ("PATCH", "POST", "PUT", "DELETE"):
+            with pytest.raises(RuntimeError, match="kopf would write"):
+                await session.request(method, "http://127.0.0.1:1/apis")
 
 
 async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(

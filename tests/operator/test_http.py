@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import socket
 import ssl
 import subprocess
 from functools import partial
@@ -15,7 +17,9 @@ from urllib.parse import parse_qs
 import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, web
+from aiohttp.typedefs import Handler
 from builders import CONFIG, isvc_object
+from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes
 from harness import FakeFetchers, FakeRouter, http_fetch_of
 from served_cluster import served, served_app, until
@@ -26,7 +30,8 @@ from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH, 
 from argosy_operator.cluster.router_reports import http_fetch
 from argosy_operator.config import OperatorConfig
 from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS
+from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, NAMESPACES, PODS
+from argosy_operator.process import health
 from argosy_operator.process.health import MAX_CONNECTIONS, health_app, serve_health
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.bearer_keys import internal_key
@@ -74,6 +79,23 @@ async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest
     watches = {path: query for _, path, query, _ in server.requests if "watch=true" in query}
     assert len(watches) - 1 == len(WATCHED) == 6
     assert "labelSelector" in watches["/api/v1/pods"]
+
+
+@pytest.mark.parametrize("part", ["LeaderElection.run", "follow_fleet_keys", "keep_fleet_key"])
+async def test_an_operator_ends_with_each_of_its_parts(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its election it would never lead again, and without the others it would not notice a rotation."""
+
+    async def fail(*_: object) -> None:
+        raise TypeError(part)
+
+    cluster = FakeKubernetes()
+    monkeypatch.setattr(f"argosy_operator.main.{part}", fail)
+    monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
+    config = dataclasses.replace(CONFIG, lease="argosy-operator", identity="a")
+    async with served(cluster, tmp_path, monkeypatch), asyncio.timeout(60):
+        assert await main.run(config, health_port=0) == 1
 
 
 def certified(folder: Path) -> ssl.SSLContext:
@@ -184,7 +206,7 @@ async def test_a_page_that_is_too_large_is_not_read_on(
         limits.append(limit := int(request.query["limit"]))
         first = int(request.query.get("continue", 0))
         numbers = range(first, min(first + limit, 100))
-        more = {"continue": str(numbers.stop)} if numbers.stop < 100 else {}
+        more = {"resourceVersion": "7"} | ({"continue": str(numbers.stop)} if numbers.stop < 100 else {})
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'{"metadata":%b,"items":[' % json.dumps(more).encode())
@@ -204,6 +226,66 @@ async def test_a_page_that_is_too_large_is_not_read_on(
     assert [each["metadata"]["name"] for each in found.items] == [f"p{number}" for number in range(100)]
     assert limits == [LIST_PAGE, LIST_PAGE * LIST_PAGE_GROWTH, *[LIST_PAGE] * 9]
     assert len(sent) < sum(limits), "the second page was ended early"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"kind": "Status", "status": "Failure", "message": "no backend", "metadata": {}},
+        {"metadata": {"resourceVersion": "7"}, "items": [None]},
+        {"metadata": {"resourceVersion": "7"}, "items": [{"spec": {}}]},
+        {"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"uid": "u"}}]},
+    ],
+)
+async def test_what_is_no_list_leaves_what_is_known(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway, or an API server that is out of order, may answer anything with 200. Taken for an empty list, routers
+    lost every service."""
+    cluster = FakeKubernetes()
+    cluster.create(isvc_object())
+    server = FakeApiServer(cluster)
+    is_broken = False
+
+    @web.middleware
+    async def broken(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return web.json_response(answer) if is_broken and "limit" in request.query else await handler(request)
+
+    app = server.app()
+    app.middlewares.insert(0, broken)
+    router = FakeRouter(cluster)
+    async with served_app(app, tmp_path, monkeypatch), await KubernetesApi.connect() as api:
+        controller = Controller(
+            api, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+        )
+        await controller.start()
+        is_broken = True
+        with pytest.raises(ApiError):
+            await controller.resync()
+        assert [obj["metadata"]["name"] for obj in controller.store.all(INFERENCE_SERVICES)] == ["tiny"]
+        pages = api.list_pages(NAMESPACES, namespace=None, limit=100)
+        with pytest.raises(ApiError):
+            list((await anext(pages)).items)
+
+
+@pytest.mark.parametrize(
+    "line", [b"[]", b"7", b'{"type": "ADDED"}', b'{"type": "ADDED", "object": {}}', b'{"object": null}']
+)
+async def test_what_is_no_event_is_an_error_of_the_watch(
+    line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever follows a watch tries it again after an ApiError, and ends with any other."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=line + b"\n")
+
+    app = web.Application()
+    app.router.add_get("/api/v1/namespaces", answer)
+    async with served_app(app, tmp_path, monkeypatch), await KubernetesApi.connect() as api:
+        with pytest.raises(ApiError):
+            async for _ in api.watch(NAMESPACES, namespace=None, version="7"):
+                pass
 
 
 async def test_a_list_whose_token_expires_is_made_anew(
@@ -287,6 +369,56 @@ async def test_connections_that_nobody_ends_keep_the_probes_from_nothing() -> No
             assert response.status == 200
         for _, writer in held:
             writer.close()
+
+
+async def test_connections_of_one_pod_take_no_other_s_place() -> None:
+    """Any pod may connect, and the oldest connection may be the kubelet's, whose probe is being answered."""
+    cluster = FakeKubernetes()
+    router = FakeRouter(cluster)
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    app = health_app(controller, resync_seconds=300)
+    async with serve_health(app, 0, "127.0.0.1") as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: operator\r\n")
+        others = [
+            await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            for _ in range(2 * MAX_CONNECTIONS)
+        ]
+        writer.write(b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for _, each in (*others, (reader, writer)):
+            each.close()
+
+
+async def test_answers_that_nobody_reads_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "MAX_CONNECTIONS", 4)
+    answering: list[asyncio.Transport] = []
+    is_answered = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        assert isinstance(request.transport, asyncio.Transport)
+        answering.append(request.transport)
+        is_answered.set()
+        return web.Response(body=b"x" * (4 << 20))
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    async with serve_health(app, 0, "127.0.0.1") as port, asyncio.timeout(60):
+        sockets: list[socket.socket] = []
+        while len(sockets) < 12:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+            await asyncio.get_running_loop().sock_sendall(sock, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+            sockets.append(sock)
+            await is_answered.wait()
+            is_answered.clear()
+        assert sum(each.get_write_buffer_size() > 0 for each in answering) <= 4
+        for sock in sockets:
+            sock.close()
 
 
 async def test_metrics_are_written_out_once_a_second_however_often_they_are_asked_for() -> None:

@@ -204,3 +204,19 @@ async def test_whoever_waits_goes_on_when_autoscalers_matter_no_more() -> None:
     assert not waiting.done()
     watching.watch.set_needed(False)
     await asyncio.wait_for(waiting, 1)
+
+
+@virtual_time
+async def test_an_autoscaler_that_cannot_be_read_keeps_nobody_waiting_and_ends_nothing() -> None:
+    cluster = FakeKubernetes()
+    cluster.create({**numbered(0), "status": {"conditions": [{"status": "True"}]}})
+    watching = Watching(cluster)
+    watching.watch.set_needed(True)
+    async with asyncio.timeout(60):
+        await watching.watch.wait_asked()
+    assert watching.changed == []
+    cluster.remove((AUTOSCALERS, "team", "hpa0"))
+    cluster.create(numbered(1))
+    await asyncio.sleep(20)
+    watching.watch.close()
+    assert watching.changed == [("team", "s1")]

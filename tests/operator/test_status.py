@@ -290,6 +290,7 @@ def test_a_scaled_service_is_ready_while_clients_are_served(
         ("k9s", "2025-12-31T23:50:00Z", "AsExpected"),
         ("kubectl-scale", NOW, "AsExpected"),
         ("kube-controller-manager", "2025-06-01T00:00:00Z", "ScaledTwice"),
+        ("k9s", "0000-01-01T00:00:00Z", "ScaledTwice"),  # which the API server takes, and Python does not
     ],
 )
 def test_a_foreign_scaling_counts_while_it_may_be_repeated(manager: str, time: str, reason: str) -> None:

@@ -17,6 +17,7 @@ from virtual_time import virtual_time
 from argosy_operator.cluster.api_server import ObjectList
 from argosy_operator.errors import ApiError
 from argosy_operator.kinds import (
+    CONFIGMAPS,
     DEPLOYMENTS,
     EVENTS,
     INFERENCE_SERVICES,
@@ -456,3 +457,28 @@ async def test_a_namespace_whose_watches_begin_anew_has_no_other_one_listed() ->
             await asyncio.sleep(SOON)
         assert {namespace for namespace, _ in cluster.lists} == {*SERVED, OWN}, "what is due still comes"
         assert operator.controller.resynced_at > resynced
+
+
+@virtual_time
+async def test_a_namespace_that_is_listed_while_the_document_is_made_keeps_its_services() -> None:
+    cluster = await with_two_services()
+    cluster.refused = {"team": 500}
+    get = cluster.get
+    async with operator_of(cluster) as operator:
+        await operator.settle()
+
+        async def get_and_list(kind: Kind, namespace: str, name: str) -> Object | None:
+            found = await get(kind, namespace, name)
+            if kind is CONFIGMAPS:
+                cluster.get = get  # type: ignore[method-assign]
+                cluster.refused = {}
+                await operator.controller.lister.list_some(["team"])
+            return found
+
+        cluster.get = get_and_list  # type: ignore[method-assign]
+        documents: list[str] = []
+        cluster.listeners.append(lambda kind, *_: documents.append(str(cluster.published())))
+        cluster.create(isvc_object("new", namespace="third"))
+        await operator.settle()
+    assert [each for each in documents if "team/tiny" not in each] == []
+    assert "third/new" in documents[-1]

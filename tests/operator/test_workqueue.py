@@ -98,3 +98,20 @@ async def test_owners_whose_keys_take_long_leave_workers_to_others() -> None:
     for key in ("a1", "a2", "a3"):
         queue.done(key)
     assert await taken(queue) == ["a4", "c1"]
+
+
+@virtual_time
+async def test_a_preferred_owner_waits_for_none() -> None:
+    queue: WorkQueue[str] = WorkQueue(owner_of=owner_of, workers=4, preferred="z")
+    for owner in "abcdef":
+        for key in range(3):
+            queue.add(f"{owner}{key}")
+    assert await taken(queue) == ["a0", "b0", "c0", "d0"]
+    queue.add("z")
+    assert await taken(queue) == ["z"]
+    queue.add("z")
+    assert await taken(queue) == [], "it is being worked on"
+    queue.done("z")
+    assert await taken(queue) == ["z"]
+    queue.done("a0")
+    assert await taken(queue) == ["e0"], "its worker is nobody else's, and it takes none of theirs"

@@ -163,7 +163,7 @@ imagePullSecrets:
   verbs: [create, patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, patch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]
@@ -183,5 +183,5 @@ imagePullSecrets:
 {{- define "argosy.routerRules" -}}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 {{- end -}}

@@ -29,6 +29,8 @@ UNREADABLE: Final = f"{GROUP}/unreadable-namespaces"
 NOT_WATCHED: Final = "NotWatched"
 SILENT_S: Final = 120.0
 """Seconds without a renewal after which nobody holds the Lease. It is renewed every 2 s; the rest is for clocks."""
+_REASON: Final = re.compile("[A-Za-z]{1,40}")
+"""Whoever may write Leases of this name in another namespace would have a diagnosis say any sentence."""
 _SERVICE: Final = re.compile(r"([a-z0-9-]+)\.([a-z0-9-]+)\.svc(\.|$)")
 
 
@@ -100,7 +102,8 @@ def unreadable_reason(lease: Object | None, namespace: str) -> str:
         reasons = msgspec.json.decode(told, type=dict[str, str])
     except msgspec.MsgspecError:
         return ""
-    return reasons.get(namespace) or reasons.get("*") or ""
+    reason = reasons.get(namespace) or reasons.get("*") or ""
+    return reason if _REASON.fullmatch(reason) else ""
 
 
 def shortcoming(found: Installation, namespace: str) -> str:

@@ -40,7 +40,7 @@ _IDENTITY: Final = (
     *("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp"),
 )
 """Fields of the metadata that are kept of what takes too much memory."""
-_METADATA: Final = (*_IDENTITY, "ownerReferences")
+_METADATA: Final = (*_IDENTITY, "ownerReferences", "deletionGracePeriodSeconds")
 """Fields that are kept of pods and children."""
 _LABELS: Final = (f"{GROUP}/", "app.kubernetes.io/")
 """Beginnings of the labels that are kept of these."""
@@ -173,8 +173,12 @@ def _is_controlled(kind: Kind, obj: Object) -> bool:
 
 def _service(obj: Object) -> Object:
     """The service without the manifest that kubectl notes in it, and without managedFields, which are often larger than
-    the rest; of those only who used the scale subresource is kept, and when, and when the last other edit was."""
-    metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    the rest; of those only who used the scale subresource is kept, and when, and when the last other edit was. Nor are
+    finalizers kept: kopf takes away its own one, which a tenant may set and the operator has no permission to change,
+    and asks for it until it succeeds, while what happens to the object waits in memory."""
+    metadata = {
+        name: value for name, value in obj["metadata"].items() if name not in ("managedFields", "finalizers")
+    }
     if LAST_APPLIED in metadata.get("annotations", {}):
         metadata["annotations"] = {
             name: value for name, value in metadata["annotations"].items() if name != LAST_APPLIED

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -164,9 +164,12 @@ class KubernetesApi:
                 if text is None:
                     continue
                 page = read_list(text)
-            metadata = page.get("metadata", {})  # every page has the first one's version
+                metadata = page.get("metadata") or {}
+                version = metadata.get("resourceVersion")  # every page has the first one's
+                if not isinstance(version, str) or not version:
+                    raise ValueError("a list without a version, so something else has answered")
             token = metadata.get("continue")
-            yield ObjectList(page["items"], metadata.get("resourceVersion", ""))
+            yield ObjectList(_objects(f"GET {path}", page["items"]), version)
             if not token:
                 return
 
@@ -192,7 +195,7 @@ class KubernetesApi:
                     event, obj = line["type"], line["object"]
                     if event == "ERROR":
                         raise ApiError(action, obj.get("code", 0), obj.get("message", ""))
-                    yield event, obj
+                    yield event, _object(obj)
         finally:
             response.close()
 
@@ -340,6 +343,30 @@ def read_list(text: bytes) -> Object:
     return found | {"items": (deep_json.loads(bytes(item)) for item in items or ())}
 
 
+def _object(value: Any) -> Object:
+    """The value, if it is an object of Kubernetes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    metadata = value.get("metadata") if isinstance(value, dict) else None
+    if not isinstance(metadata, dict) or not metadata.get("name"):
+        raise ValueError("an object without a name")
+    found: Object = value
+    return found
+
+
+def _objects(action: str, items: Iterable[Any]) -> Iterator[Object]:
+    """The items of a list, read while somebody takes them.
+
+    Raises:
+        ApiError: one of them is no object.
+    """
+    with _translated(action):
+        for item in items:
+            yield _object(item)
+
+
 @contextmanager
 def _translated(action: str) -> Iterator[None]:
     """Raise the errors of the client, and of the network, as `ApiError`."""
@@ -369,6 +396,9 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             if line:
-                yield deep_json.loads(line)
+                event = deep_json.loads(line)
+                if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
+                    raise ValueError("an event without an object")
+                yield event
         if len(rest) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event is larger than {_MAX_EVENT_BYTES} bytes")

@@ -144,6 +144,12 @@ class ScalerWatch:
                 if is_refused or not is_patient:
                     scope.was_asked.set()
                 await asyncio.sleep(REFUSED_RETRY if is_refused else RETRY)
+            except Exception:  # whoever waits for the first list would wait for ever
+                logger.exception("HorizontalPodAutoscalers are not watched")
+                failures += 1
+                if failures >= PATIENCE:
+                    scope.was_asked.set()
+                await asyncio.sleep(RETRY)
 
     async def _list(self, scope: _Scope) -> str:
         """Let the autoscalers that there are count. Returns the version of the list."""

@@ -163,15 +163,17 @@ def _surplus(
 ) -> tuple[tuple[Kind, Mapping[str, Any]], ...]:
     wanted = {(kind_of(manifest), object_name(manifest)) for manifest in plan.objects}
     kept = kept_sets(service, observed.pods, observed.time)
-    return tuple(
+    found = (
         (key[0], obj)
         for key, obj in observed.children.items()
         if key not in wanted
+        and not obj["metadata"].get("deletionTimestamp")  # whatever its finalizers wait for
         and not (key[0] is DEPLOYMENTS and plan.problem is not None)
         and (
             is_node_set(obj) and key[1][1] not in kept if key[0] is STATEFUL_SETS else is_owned(obj, service)
         )
     )
+    return tuple(sorted(found, key=lambda each: each[0] is not DEPLOYMENTS))  # whose pods take most
 
 
 def _is_key_suspect(plan: Plan, observed: Observation) -> bool:

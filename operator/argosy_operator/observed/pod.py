@@ -93,6 +93,10 @@ class Pod(Struct, frozen=True, kw_only=True):
     """Its address in the cluster's network; empty while it has none."""
     deadline: str = ""
     """When it should have stopped (RFC 3339), while it is terminating; else empty."""
+    grace_s: int = 0
+    """Seconds that it had to stop."""
+    stopping_since: str = ""
+    """When this operator saw first that it is terminating, by its own clock (RFC 3339); empty if that is not known."""
     leader: str = ""
     """UID of the replica that it says to be a further node of; empty for a replica."""
     stateful_set: str = ""
@@ -127,8 +131,12 @@ class Pod(Struct, frozen=True, kw_only=True):
         return self.is_terminating and self.seconds_until_overdue(time) <= 0
 
     def seconds_until_overdue(self, time: str) -> float:
-        """Seconds until a pod that is terminating is overdue; 0 or less if it is."""
-        return OVERDUE_SECONDS + seconds_between(time, self.deadline)
+        """Seconds until a pod that is terminating is overdue; 0 or less if it is. The deadline is of the API server's
+        clock, which may be behind: so much time has to have passed by the operator's own one as well."""
+        left = seconds_between(time, self.deadline)
+        if self.stopping_since:
+            left = max(left, self.grace_s + seconds_between(time, self.stopping_since))
+        return OVERDUE_SECONDS + left
 
 
 def own_pods(service: InferenceService, objects: Iterable[Object]) -> Iterator[Pod]:
@@ -230,6 +238,7 @@ def read_pod(obj: Object) -> Pod:
         deletion_cost=_deletion_cost(metadata),
         address=status.get("podIP") or "",
         deadline=metadata.get("deletionTimestamp") or "",
+        grace_s=metadata.get("deletionGracePeriodSeconds") or 0,
         leader=metadata.get("labels", {}).get(LEADER_LABEL, ""),
         stateful_set=_controller(obj, STATEFUL_SETS.api_version, STATEFUL_SETS.name),
         replica_set=_controller(obj, DEPLOYMENTS.api_version, "ReplicaSet"),

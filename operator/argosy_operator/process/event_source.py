@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from types import SimpleNamespace
@@ -41,6 +42,14 @@ END_TIMEOUT: Final = 10.0
 WATCH_PAUSE: Final = 1.0
 """Seconds from the beginning of a watch to that of the next one of its kind, at least: kopf begins it without a pause,
 and a proxy may end every watch at once."""
+LIST_PAUSE: Final = 1.0
+"""The same for lists, of which kopf makes one whenever a watch is answered that its version has expired (410). Doubled
+with each that follows within LIST_CALM, as client-go does: a list of a large fleet takes seconds of a core, and an API
+server may answer each watch so."""
+LIST_PAUSE_MAX: Final = 30.0
+LIST_CALM: Final = 120.0
+RETRY_AFTER_MAX: Final = 30
+"""Seconds for which a watch waits at most since the API server is busy (429): kopf takes any number that it is told."""
 _CHANGES: Final = ("ADDED", "MODIFIED", "DELETED")
 _BACKOFF_MAX: Final = 5.0
 """Seconds between two attempts of a watch while the API server is away: it resumes that long after its return."""
@@ -55,13 +64,13 @@ async def watch(
 
     kopf takes the process's signals at each of its starts; `claim_signals` is called afterwards to take them back.
     """
-    lister = controller.lister
+    lister, pauses = controller.lister, Pauses()
     while True:
         await _until(stop, lister.wait_watched(scope.namespace, is_watched=True))
         if stop.is_set():
             return
         lister.begin_watches(scope.namespace)
-        sessions = Sessions(lister, scope)
+        sessions = Sessions(lister, scope, pauses)
         tasks = await kopf.spawn_tasks(
             registry=handlers(controller, scope.watched, sessions),
             settings=kopf_settings(scope.watched),
@@ -155,6 +164,16 @@ def response_class(kinds: Mapping[str, Kind]) -> type[aiohttp.ClientResponse]:
     would list again for ever what is too deep for Python's decoder."""
 
     class Response(aiohttp.ClientResponse, PageResponse):
+        @property
+        def headers(self) -> Any:
+            given = super().headers
+            if self.status != 429:
+                return given
+            text, found = given.get("Retry-After", "1"), given.copy()
+            is_near = text.isascii() and text.isdigit() and len(text) < 9 and int(text) <= RETRY_AFTER_MAX
+            found["Retry-After"] = text if is_near else str(RETRY_AFTER_MAX)
+            return found
+
         async def json(self, **given: Any) -> Any:
             kind = kinds.get(self.url.name)
             if kind is None or self.status != 200:
@@ -163,6 +182,15 @@ def response_class(kinds: Mapping[str, Kind]) -> type[aiohttp.ClientResponse]:
             return found | {"items": [kept_fields(kind, item) for item in found["items"]]}
 
     return Response
+
+
+async def reads_only(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Refuse what would be a write. kopf knows no lease, and an object's content is a tenant's to choose."""
+    if request.method != "GET":
+        raise RuntimeError(f"kopf would write: {request.method} {request.url.path}")
+    return await handler(request)
 
 
 class PageResponse:
@@ -197,23 +225,31 @@ class Pages:
                 return answer
 
 
-class WatchPauses:
-    """Delays a watch whose predecessor has just begun. A middleware of aiohttp."""
+class Pauses:
+    """Delays a list or watch whose predecessor has just begun. A middleware of aiohttp, of all sessions of a scope."""
 
     def __init__(self) -> None:
-        self._next_at: dict[str, float] = {}
+        self._begun: dict[tuple[str, bool], tuple[float, float]] = {}
+        """When the last one began, and the pause before it, by path and whether it was a watch."""
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        if "watch" not in request.url.query:
+        query, now = request.url.query, asyncio.get_running_loop().time
+        is_watch = "watch" in query
+        if not is_watch and ("limit" not in query or "continue" in query):
             return await handler(request)
-        now, path = asyncio.get_running_loop().time, request.url.path
-        if (pause := self._next_at.get(path, 0.0) - now()) > 0:
-            await asyncio.sleep(pause)
+        began, pause = self._begun.get((request.url.path, is_watch), (-math.inf, 0.0))
+        if is_watch:
+            pause = WATCH_PAUSE
+        else:
+            is_calm = now() >= began + LIST_CALM
+            pause = 0.0 if is_calm else min(LIST_PAUSE_MAX, max(LIST_PAUSE, 2 * pause))
+        if (left := began + pause - now()) > 0:
+            await asyncio.sleep(left)
         answer = await handler(request)
         if answer.status == 200:  # what fails is repeated by kopf's own rules
-            self._next_at[path] = now() + WATCH_PAUSE
+            self._begun[request.url.path, is_watch] = now(), pause
         return answer
 
 
@@ -221,9 +257,10 @@ class Sessions:
     """HTTP sessions of one kopf operator, which tell the lister what becomes of its requests: kopf itself repeats a
     request for as long as it fails, and tells nobody."""
 
-    def __init__(self, lister: Lister, scope: Scope) -> None:
+    def __init__(self, lister: Lister, scope: Scope, pauses: Pauses) -> None:
         self._lister = lister
         self._scope = scope
+        self._pauses = pauses
         self._kinds = {kind.plural: kind for kind in scope.watched}
         self._open: list[tuple[kopf.ConnectionInfo, kopf.AiohttpSession]] = []
 
@@ -239,7 +276,7 @@ class Sessions:
             trust_env=info.trust_env,
             trace_configs=[self._trace()],
             response_class=response_class(self._kinds),
-            middlewares=(Pages(self._kinds), WatchPauses()),
+            middlewares=(reads_only, self._pauses, Pages(self._kinds)),
         )
         session = kopf.AiohttpSession(
             server=info.server,

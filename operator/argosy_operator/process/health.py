@@ -4,7 +4,8 @@ Invariants: ready means that something can be read and all of that was listed, w
 alive means that the last resync is at most three periods ago, so that a process whose watches or API access died
 silently is restarted; neither depends on a namespace that is refused while another one is not; metrics are written out
 once in METRICS_PAUSE at most, as any pod of the cluster may ask for them, and they take a moment for each service; of
-more than MAX_CONNECTIONS connections the oldest are closed, whether a request is under way or never comes.
+more than MAX_CONNECTIONS connections the oldest of the address that has most are ended, whether a request is under way
+or never comes, and with it what nobody has read of an answer, so that one pod takes neither the memory nor the probes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -63,6 +65,21 @@ def health_app(
     return app
 
 
+def _make_room(http: web.Server) -> None:
+    """End connections until there is room for one more. Not by closing them: that waits until the peer has read all
+    that was written, which may be never."""
+    by_address: dict[str, deque[asyncio.Transport]] = {}
+    num_open = 0
+    for connection in http.connections:  # the oldest first
+        transport = connection.transport
+        if isinstance(transport, asyncio.Transport) and not transport.is_closing():
+            peer = transport.get_extra_info("peername") or ("",)
+            by_address.setdefault(str(peer[0]), deque()).append(transport)
+            num_open += 1
+    for _ in range(num_open + 1 - MAX_CONNECTIONS):
+        max(by_address.values(), key=len).popleft().abort()
+
+
 @contextlib.asynccontextmanager
 async def serve_health(app: web.Application, port: int, host: str = "") -> AsyncIterator[int]:
     """Serve the application while the context lasts; yields the port, which is a free one for 0.
@@ -79,8 +96,7 @@ async def serve_health(app: web.Application, port: int, host: str = "") -> Async
     http = runner.server
 
     def accept() -> asyncio.BaseProtocol:
-        for oldest in http.connections[: max(0, len(http.connections) + 1 - MAX_CONNECTIONS)]:
-            oldest.force_close()
+        _make_room(http)
         return http()
 
     try:

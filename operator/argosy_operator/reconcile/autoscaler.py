@@ -71,7 +71,7 @@ class Autoscaler:
     @property
     def is_needed(self) -> bool:
         """Whether some service has spec.scaling."""
-        return any(obj["spec"].get("scaling") for obj in self._store.all(INFERENCE_SERVICES))
+        return any(map(_has_scaling, self._store.all(INFERENCE_SERVICES)))
 
     @property
     def names(self) -> Set[Name]:
@@ -208,5 +208,9 @@ class Autoscaler:
         return replicas
 
 
+def _has_scaling(obj: Object) -> bool:
+    return bool((obj.get("spec") or {}).get("scaling"))
+
+
 def _is_scaled(obj: Object) -> bool:
-    return bool(obj["spec"].get("scaling")) and not obj["metadata"].get("deletionTimestamp")
+    return _has_scaling(obj) and not obj["metadata"].get("deletionTimestamp")

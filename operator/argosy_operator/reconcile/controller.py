@@ -128,7 +128,9 @@ class Controller:
         self._config = config
         self.metrics = metrics or OperatorMetrics()
         self.store = Store({DEPLOYMENTS: has_the_turn}, {DEPLOYMENTS: serves})
-        self.queue: WorkQueue[Name] = WorkQueue(owner_of=_namespace_of, workers=config.workers)
+        self.queue: WorkQueue[Name] = WorkQueue(
+            owner_of=_namespace_of, workers=config.workers, preferred=_namespace_of(FLEET)
+        )
         self.lister = Lister(
             api,
             self.store,
@@ -223,7 +225,7 @@ class Controller:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(self._config.workers):
+                for _ in range(self._config.workers + 1):  # one of them for the fleet document
                     tasks.create_task(self._work())
                 tasks.create_task(self._resync_forever())
                 tasks.create_task(self.lister.retry_forever())
@@ -373,7 +375,7 @@ class Controller:
     async def _read_scaled(self, name: Name) -> None:
         """Read a service with spec.scaling anew."""
         held = self.store.get(INFERENCE_SERVICES, *name)
-        if held is None or not held["spec"].get("scaling"):
+        if held is None or not (held.get("spec") or {}).get("scaling"):
             return
         live = await self._api.get(INFERENCE_SERVICES, *name)
         if live is not None:

@@ -127,9 +127,10 @@ class FleetPublisher:
         Raises:
             ApiError: the API server refused.
         """
+        live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
+        # No await until the document is made: which services are read, and which namespaces, is of one moment.
         services = [each for each in self._services() if self._has_listed(each.metadata.namespace)]
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
-        live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
         last = self._last_document(live)
         before_it = self._last_whole if last == self._last else last
         kept = [*self._unlisted(last), *self._kept_of_unread(before_it)]

@@ -1,18 +1,21 @@
 """Takes an observation of one service from the store and from the reports of routers and model fetches.
 
 Must not decide anything, nor ask the API server. Invariant: an observation is taken without an await, so that all of
-it is of one moment.
+it is of one moment. Remembers since when pods stop, as their own times are of another clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 
+from msgspec import structs
+
 from argosy_operator.cluster.store import Store
 from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Kind, Name, Object, object_name
 from argosy_operator.names import child_name
+from argosy_operator.observed.elapsed import min_time
 from argosy_operator.observed.observation import CHILD_KINDS, Observation, Routers, is_owned
-from argosy_operator.observed.pod import own_pods, with_workers
+from argosy_operator.observed.pod import Pod, own_pods, with_workers
 from argosy_operator.observed.scaler import Scalers
 from argosy_operator.observed.service_load import ServiceLoad
 from argosy_operator.reconcile.rollout_lock import RolloutLock
@@ -44,6 +47,8 @@ class Observer:
         self._now = now
         self.began = now()
         """When the operator began to lead."""
+        self._stopping: dict[Name, dict[str, str]] = {}
+        """When each pod that is terminating was first seen so, by service and UID."""
 
     def observe(
         self,
@@ -56,6 +61,7 @@ class Observer:
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
+        pods = self._with_their_ends(key, pods)
         reports, unpolled = self._fetches(), self._unpolled()
         deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
         return Observation(
@@ -76,6 +82,28 @@ class Observer:
             began=self.began,
             time=self._now(),
         )
+
+    def forget(self, key: Name) -> None:
+        """Forget a service that is deleted."""
+        self._stopping.pop(key, None)
+
+    def _with_their_ends(self, key: Name, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
+        before, now = self._stopping.pop(key, {}), self._now()
+        stopping = {
+            each.uid: min_time(before.get(each.uid, now), now)
+            for pod in pods
+            for each in (pod, *pod.workers)
+            if each.is_terminating
+        }
+        if not stopping:
+            return pods
+        self._stopping[key] = stopping
+
+        def with_its_end(pod: Pod) -> Pod:
+            workers = tuple(map(with_its_end, pod.workers))
+            return structs.replace(pod, stopping_since=stopping.get(pod.uid, ""), workers=workers)
+
+        return tuple(map(with_its_end, pods))
 
     def _children(self, service: InferenceService, key: Name) -> dict[tuple[Kind, Name], Object]:
         """Children by label, and by name, because a child may have lost its label."""

@@ -69,6 +69,9 @@ lasts does not: a webhook that does not answer refuses every change with 500."""
 _SURPLUS_AT_ONCE: Final = 16
 """Objects that one reconcile deletes. Who may create Services can label any number as a service's children, and other
 services wait for a worker meanwhile."""
+_LAG_S: Final = 1.0
+"""Seconds until a service is looked at again whose objects the watch, or the API server, does not show yet as they are.
+Without a pause a worker would do nothing else meanwhile."""
 
 _LEFT_OUT: Final = Problem(
     "FleetDocumentFull",
@@ -178,6 +181,7 @@ class Reconciler:
             self._left_alone.pop(key, None)
             self._failing.pop(key, None)
             self.costs.pop(key, None)
+            self._observer.forget(key)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
             stored = parse(obj)
@@ -321,7 +325,7 @@ class Reconciler:
         for kind, obj in surplus[:_SURPLUS_AT_ONCE]:
             await self._children.delete(kind, obj)
         if len(surplus) > _SURPLUS_AT_ONCE:
-            self._look_again((service.metadata.namespace, service.metadata.name), 0.0)
+            self._look_again((service.metadata.namespace, service.metadata.name), _LAG_S)
 
     async def _set_gate(self, service: InferenceService, observed: Observation, gate: GateChange) -> None:
         router_lives = observed.routers.alive > 0
@@ -403,6 +407,6 @@ class Reconciler:
             metadata.generation,
         ):
             return True
-        self._store.put(INFERENCE_SERVICES, live)
-        self._look_again((metadata.namespace, metadata.name), 0.0)
+        is_newer = self._store.put(INFERENCE_SERVICES, live)
+        self._look_again((metadata.namespace, metadata.name), 0.0 if is_newer else _LAG_S)
         return False

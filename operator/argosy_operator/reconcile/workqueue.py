@@ -2,8 +2,8 @@
 
 Invariants: a key is queued at most once, and one worker at a time works on it; a key that fails is queued again with
 exponential back-off; an owner's keys, however many there are and however long each takes, delay another owner's by one
-of them while a worker is free, and those of one owner alone leave half of the workers free. Knows nothing of what a key
-stands for.
+of them while a worker is free, and those of one owner alone leave half of the workers free; one owner may have a worker
+of its own, which no others occupy, however many they are. Knows nothing of what a key stands for.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ BACKOFF_MAX: Final = 60.0
 class WorkQueue(Generic[Key]):
     """Keys to process. Bounded by the number of distinct keys."""
 
-    def __init__(self, owner_of: Callable[[Key], Hashable], workers: int) -> None:
+    def __init__(
+        self, owner_of: Callable[[Key], Hashable], workers: int, *, preferred: Hashable | None = None
+    ) -> None:
         """Of `workers` an owner gets one more while it has fewer than are free (Choudhury and Hahne, "Dynamic queue
-        length thresholds"): one alone has half of them."""
+        length thresholds"): one alone has half of them. `preferred` is an owner with one key, for which there is one
+        worker more."""
         self._owner_of = owner_of
         self._workers = workers
+        self._preferred = preferred
         self._waiting: dict[Hashable, deque[Key]] = {}
         """Keys by owner, that of the next turn at the front."""
         self._dirty: set[Key] = set()
@@ -115,5 +119,7 @@ class WorkQueue(Generic[Key]):
 
     def _next_owner(self) -> Hashable | None:
         """Whose turn it is; None if nobody waits who may take a worker."""
-        free = self._workers - len(self._busy)
+        if self._preferred in self._waiting:
+            return self._preferred
+        free = self._workers - len(self._busy) + self._taken[self._preferred]
         return next((owner for owner in self._waiting if self._taken[owner] < free), None)

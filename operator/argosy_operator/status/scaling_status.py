@@ -6,7 +6,6 @@ that a service at rest causes no write.
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 from argosy_operator.desired.diff import GateChange
 from argosy_operator.desired.scaling import ScalingDecision, unknown_time_zones
 from argosy_operator.names import deployment_name
+from argosy_operator.observed.elapsed import seconds_between
 from argosy_operator.observed.observation import Routers
 from argosy_operator.observed.pod import Problem
 from argosy_operator.observed.scaler import Scalers
@@ -185,12 +185,8 @@ def _seconds_left(entry: ManagedFieldsEntry, now: str) -> float:
     which is silent while its own metrics rest, writes again."""
     if entry.manager in _AUTOSCALERS or not entry.time:
         return math.inf
-    age = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(entry.time)
-    return max(0.0, FOREIGN_WRITE_SECONDS - age.total_seconds())
+    return max(0.0, FOREIGN_WRITE_SECONDS - seconds_between(entry.time, now))
 
 
 def _seconds_between(start: str, end: str) -> int:
-    if not start:
-        return 0
-    times = [datetime.datetime.fromisoformat(each) for each in (start, end)]
-    return min(MAX_COLD_START_SECONDS, max(0, round((times[1] - times[0]).total_seconds())))
+    return min(MAX_COLD_START_SECONDS, max(0, round(seconds_between(start, end))))
