@@ -503,6 +503,20 @@ async def test_a_pod_that_is_too_deep_for_the_decoder_keeps_no_other_from_being_
         await until(lambda: published.members == {"default/svc": ["a", "b", "c"]})
 
 
+async def test_pods_that_change_all_the_time_are_looked_at_now_and_then() -> None:
+    """Each change had all pods of the service looked at, which takes milliseconds for a thousand."""
+    async with cluster() as (api, published):
+        now = asyncio.get_running_loop().time
+        began, before, last = now(), len(published), ""
+        for number in range(100):
+            last = f"10.0.1.{number}"
+            api.put("pods", "default", "a", **pod_fields(last))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        await until(lambda: any(last in each.url for each in published[-1].members["default/svc"]))
+        assert len(published) - before <= 2 + 20 * (now() - began)
+
+
 async def test_pages_of_large_pods_are_small_and_what_they_have_is_not_kept() -> None:
     """A page of 500 was read whole: a tenant's pods, of 1.5 MB each, took a router's memory and held its event loop."""
     async with cluster() as (api, published):

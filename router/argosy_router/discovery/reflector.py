@@ -228,7 +228,7 @@ class Reflector(Generic[T]):
             if data is None:
                 limit = SMALL_PAGE
                 continue
-            page = deep_json.decode(_PAGES, data)
+            page = await deep_json.decode_in_turns(_PAGES, data)
             turn = 0
             for raw in page.items or ():
                 item = self._decoded(raw)
@@ -266,7 +266,7 @@ class Reflector(Generic[T]):
         try:
             async with response:
                 async for line in _lines(response):
-                    self._apply(deep_json.decode(_EVENTS, line))
+                    self._apply(await deep_json.decode_in_turns(_EVENTS, line))
         except TimeoutError:
             return  # a silent connection; the next watch brings what it missed
 
