@@ -9,14 +9,13 @@ has it. Owns what is left of it. Must not know kinds. Invariant: what nests no d
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from argosy_protocol.json_limits import Steps, done, in_turns
+from argosy_protocol.json_limits import Steps, done
 
 T = TypeVar("T")
 MAX_DEPTH: Final = 100
@@ -49,25 +48,14 @@ def decode(decoder: msgspec.json.Decoder[T], text: bytes | msgspec.Raw) -> T:
         return decoder.decode(cut(bytes(text).decode()))
 
 
-async def decode_in_turns(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
-    """The same in an event loop, whose other work has its turn while a text that is too deep is cut: whoever may create
-    pods sends as many as they like.
-
-    Raises:
-        msgspec.MsgspecError: it is no JSON, or not of this type.
-    """
-    with contextlib.suppress(RecursionError):
-        return decoder.decode(text)
-    return decoder.decode(await in_turns(cutting(text.decode())))
-
-
 def cut(text: str) -> str:
     """The text with null in place of each object or list below MAX_DEPTH levels."""
     return done(cutting(text))
 
 
 def cutting(text: str) -> Steps[str]:
-    """Do what `cut` does in steps."""
+    """Do what `cut` does in steps, for an event loop with other work: whoever may create pods sends as many as they
+    like."""
     kept, start, depth = [], 0, 0
     for number, token in enumerate(_TOKEN.finditer(text), 1):
         if number % TOKENS_PER_STEP == 0:

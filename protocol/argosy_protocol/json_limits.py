@@ -11,7 +11,6 @@ Must not know: what the values mean.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import re
@@ -92,17 +91,6 @@ def done(steps: Steps[_T]) -> _T:
         except StopIteration as end:
             result: _T = end.value
             return result
-
-
-async def in_turns(steps: Steps[_T]) -> _T:
-    """Do steps so that other work of the event loop has its turn between them; return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        await asyncio.sleep(0)
 
 
 def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

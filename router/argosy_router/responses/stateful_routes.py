@@ -26,7 +26,7 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
     Unavailable,
 )
-from argosy_protocol.json_limits import Steps, in_turns
+from argosy_protocol.json_limits import Steps
 from argosy_protocol.owner_slots import OwnerSlots
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
@@ -50,6 +50,7 @@ from argosy_protocol.responses import (
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
+from argosy_router.http.deadlines import in_turns
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
