@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
@@ -61,8 +62,17 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 """Of a request that makes a batch, or is about heartbeats."""
 MAX_RECORD_BYTES: Final = 256 * 1024 * 1024
 """Of a response and its conversation, and of all of them that are being received."""
+SHARE_OF_FREE: Final = 3
+"""An account's records that are being received may take so many times as much as is free of it; one may in any case."""
 MAX_RECORDS_READ: Final = 4
 """Responses that are read of the storage and sent to routers at a time. Accounts take turns."""
+MAX_RECORDS_ASKED: Final = 1024
+"""Requests for responses that wait for that, or are answered. Accounts share them: one alone has half of them, and
+leaves connections of this program and time of its routers to others."""
+MAX_LISTINGS: Final = 256
+"""Lists of files and batches that are made or wait for it. Accounts share them likewise."""
+MAX_LISTED_AT_ONCE: Final = 4
+"""Lists that are made at a time, one for an account: a list may read thousands of objects of the storage."""
 RECORD_S: Final = 40.0
 """Time in which a response must arrive, or be taken: a router waits no longer. One that is gone holds its memory no
 longer."""
@@ -90,9 +100,12 @@ class BatchApp:
         self._metrics = metrics
         self._is_ready = is_ready
         self._downloads = OwnerSlots(MAX_DOWNLOADS)
+        self._asked = OwnerSlots(MAX_RECORDS_ASKED)
         self._reading = OwnerTurns(MAX_RECORDS_READ)
-        self._record_bytes = 0
-        """Of records that are being received or written."""
+        self._listings = OwnerSlots(MAX_LISTINGS)
+        self._listing = OwnerTurns(MAX_LISTED_AT_ONCE)
+        self._record_bytes: Counter[str] = Counter()
+        """Of records that are being received or written, by account."""
 
     def asgi(self) -> Starlette:
         """Return the application."""
@@ -151,7 +164,8 @@ class BatchApp:
     # files
 
     async def _list_files(self, request: Request, account: str) -> Response:
-        return _encoded(await self._files.list(owner_of(account), _query(request)))
+        async with self._list(owner := owner_of(account)):
+            return _encoded(await self._files.list(owner, _query(request)))
 
     async def _file(self, request: Request, account: str) -> Response:
         return _encoded(await self._files.get(owner_of(account), request.path_params["id"]))
@@ -194,10 +208,22 @@ class BatchApp:
             raise
         return _Download(content, first, lambda: self._downloads.release(owner))
 
+    @contextlib.asynccontextmanager
+    async def _list(self, owner: str) -> AsyncIterator[None]:
+        """Make a list inside the block, when it is its owner's turn."""
+        if not self._listings.take(owner):
+            raise self._listings.refusal(owner, "makes", "lists")
+        try:
+            async with self._listing.turn(owner):
+                yield
+        finally:
+            self._listings.release(owner)
+
     # batches
 
     async def _list_batches(self, request: Request, account: str) -> Response:
-        return _encoded(await self._batches.list(owner_of(account), _query(request)))
+        async with self._list(owner := owner_of(account)):
+            return _encoded(await self._batches.list(owner, _query(request)))
 
     async def _create_batch(self, request: Request, account: str) -> Response:
         body = await _body(request, MAX_BODY_BYTES)
@@ -213,7 +239,10 @@ class BatchApp:
 
     async def _response(self, request: Request, account: str) -> Response:
         response_id, owner = request.path_params["id"], owner_of_responses(account)
+        if not self._asked.take(owner):
+            raise self._asked.refusal(owner, "asks for", "responses")
         async with contextlib.AsyncExitStack() as turn:
+            turn.callback(self._asked.release, owner)
             await turn.enter_async_context(self._reading.turn(owner))
             if await request.is_disconnected():  # its router has given up while it waited
                 raise Unavailable("the request has ended", retry_after_s=1.0)
@@ -227,7 +256,7 @@ class BatchApp:
             await self._responses.add(owner_of_responses(account), request.path_params["id"], record)
             return _json(b"{}")
 
-        return await self._with_record(request, add)
+        return await self._with_record(request, account, add)
 
     async def _finish_response(self, request: Request, account: str) -> Response:
         async def finish(record: StoredResponse) -> Response:
@@ -237,7 +266,7 @@ class BatchApp:
                 raise response_not_found(response_id)
             return _encoded(now)
 
-        return await self._with_record(request, finish)
+        return await self._with_record(request, account, finish)
 
     async def _delete_response(self, request: Request, account: str) -> Response:
         response_id = request.path_params["id"]
@@ -246,22 +275,26 @@ class BatchApp:
         return _json(b"{}")
 
     async def _with_record(
-        self, request: Request, use: Callable[[StoredResponse], Awaitable[Response]]
+        self, request: Request, account: str, use: Callable[[StoredResponse], Awaitable[Response]]
     ) -> Response:
-        """Receive a record, and use it, within the memory of all records."""
+        """Receive a record, and use it, within the memory of all records, and the account's share of it."""
         length = request.headers.get("content-length", "")
         size = int(length) if length.isascii() and length.isdigit() and len(length) < 12 else -1
         if size < 0:
             raise BadRequest("content-length is required")
         if size > MAX_RECORD_BYTES:
             raise PayloadTooLarge(f"a response and its conversation exceed {MAX_RECORD_BYTES} bytes")
-        if self._record_bytes and self._record_bytes + size > MAX_RECORD_BYTES:
+        held, own = self._record_bytes.total(), self._record_bytes[account]
+        free = MAX_RECORD_BYTES - held - size
+        if (held and free < 0) or (own and own + size > SHARE_OF_FREE * free):
             raise Unavailable("too many responses are being stored; retry later", retry_after_s=1.0)
-        self._record_bytes += size
+        self._record_bytes[account] += size
         try:
             return await use(_decoded(await _body_in_time(request, size), StoredResponse))
         finally:
-            self._record_bytes -= size
+            self._record_bytes[account] -= size
+            if not self._record_bytes[account]:
+                del self._record_bytes[account]
 
     # heartbeats
 

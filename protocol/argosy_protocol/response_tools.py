@@ -227,15 +227,16 @@ class ResponseTools:
         own = [tool for tool in self._described if tool.kind == "function" and tool.namespace is None]
         names = {tool: tool.name for tool in own if tool in self.paths}
         taken = set(names.values())
+        numbers: dict[str, int] = {}
+        """The next one for names that were alike: hundreds may be."""
         for tool in self._described:
             if tool in names:
                 continue
             name = flat = _flat_name(tool)
-            number = 2
             while name in taken:
+                number = numbers[flat] = numbers.get(flat, 1) + 1
                 suffix = f"_{number}"
                 name = flat[: MAX_NAME - len(suffix)] + suffix
-                number += 1
             names[tool] = name
             taken.add(name)
         return {tool: names[tool] for tool in self._described}

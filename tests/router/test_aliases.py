@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+import timeit
+
+import msgspec
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
+from argosy_router.config import UpstreamLimits
 from argosy_router.discovery import model_discovery
+from argosy_router.fleet.fleet import Fleet, FleetSnapshot
+from argosy_router.fleet.replica import Member
+from argosy_router.http.deadlines import TimerWheel
+from argosy_router.http.tls import UpstreamTls
 
 from .discovered_fleet import PROMPT, routing
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
-from .harness import Rig, chat, rig, service
+from .harness import Rig, chat, rig, service, until
 
 
 async def answer_by_name(connection: Connection, request: Received) -> None:
@@ -100,3 +111,57 @@ async def test_the_explanation_names_replicas_without_the_alias() -> None:
         assert [(row["replica"], row["reason"]) for row in told["excluded"]] == [
             ("r0", "it does not have 'small'")
         ]
+
+
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}{number}" for number in range(count))
+
+
+async def test_a_list_of_very_many_names_is_not_used_and_costs_no_other_replica_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every name goes with every adapter: with ten thousand of both a router had no memory left."""
+    hostile = FakeEngine(model="big", aliases=numbered("a", 200), adapters=numbered("b", 200))
+    halves = [FakeEngine(model="half", adapters=numbered(name, 3000)) for name in "cd"]
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(each) for each in (hostile, *halves, engine("small"))]
+        published: list[FleetSnapshot] = []
+        wheel = TimerWheel(asyncio.get_running_loop())
+        discovery = model_discovery.ModelDiscovery("static", "", wheel, UpstreamTls(), published.append)
+        discovery.set_members([Member(f"r{number}", "", each.url) for number, each in enumerate(engines)])
+        await until(lambda: not published[-1].unasked and published[-1].unheard == 1)
+        services = {each.model: each for each in published[-1].document.services}
+        assert set(services) == {"half", "tiny"}
+        assert len(services["half"].adapters) == 3000, "those of the first"
+        assert len(published[-1].members["static/half"]) == 2
+        assert services["tiny"].aliases == ("small",)
+        assert "it has 201 models and 200 adapters, which are too many" in caplog.text
+        assert caplog.text.count("'half' have too many names together") == 1
+        await discovery.close()
+        wheel.close()
+
+
+async def test_the_time_for_aliases_grows_with_their_number() -> None:
+    """Each was looked for among those of all replicas: a list of a megabyte held the event loop for twelve seconds with
+    each of its changes. CPU times are compared."""
+
+    async def cpu_s(count: int) -> float:
+        spec = service([], aliases=numbered("a", count))
+        members = [
+            Member(f"r{each}", "", "http://127.0.0.1:1", aliases=spec.aliases[each:]) for each in (0, 1)
+        ]
+        fleet = Fleet(wheel, UpstreamLimits())
+
+        def apply() -> None:
+            document = FleetDocument(services=(msgspec.structs.replace(spec, created=str(time.monotonic())),))
+            fleet.apply(FleetSnapshot(document, "", {"default/svc": tuple(members)}))
+
+        apply()
+        taken_s = min(timeit.repeat(apply, timer=time.process_time, number=1, repeat=3))
+        assert fleet.services["default/svc"].candidates.partial_aliases == {"a0"}
+        await fleet.close()
+        return taken_s
+
+    wheel = TimerWheel(asyncio.get_running_loop())
+    assert await cpu_s(4000) < 64 * max(await cpu_s(250), 0.0002)
+    wheel.close()

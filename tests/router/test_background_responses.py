@@ -8,6 +8,7 @@ import time
 import timeit
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from argosy_router.proxy.request.ended_response import Fields, FoundResponse
 from argosy_router.responses.background_responses import MAX_FOLLOWERS, BackgroundResponses
 from argosy_router.responses.background_run import WRITE_BYTES, BackgroundRun
 
-from .harness import until
+from .harness import DEADLINE_S, until
 from .local_responses import local_responses
 from .response_bodies import whole
 
@@ -84,25 +85,25 @@ class Reader:
 class Runs:
     """Streamed background responses of one owner."""
 
-    def __init__(self, folder: Path, max_event_bytes: int = 1 << 24) -> None:
-        self.stored = local_responses(
-            StoredResponses(ObjectStore(DirectoryStore(folder), Quota(1 << 26, 100)))
-        )
-        self.background = BackgroundResponses(self.stored, max_event_bytes=max_event_bytes)
+    def __init__(self, folder: Path, max_event_bytes: int = 1 << 24, poll_s: float = 2.0) -> None:
+        records = StoredResponses(ObjectStore(DirectoryStore(folder), Quota(1 << 26, 100)))
+        self.removed = records.remove
+        self.stored = local_responses(records)
+        self.background = BackgroundResponses(self.stored, max_event_bytes=max_event_bytes, poll_s=poll_s)
 
-    async def begin(self) -> tuple[str, Client]:
+    async def begin(self, owner: str = OWNER) -> tuple[str, Client]:
         """Begin a response; return its id, and the client that the engine answers."""
         name = self.stored.new_id()
         fields = {"id": name, "status": "queued", "created_at": int(time.time()), "background": True}
         record = StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
         engine: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
-        await self.background.start(OWNER, name, record, True, reserved, engine.set_result)
+        await self.background.start(owner, name, record, True, reserved, engine.set_result)
         return name, await engine
 
-    def follow(self, name: str) -> Reader:
+    def follow(self, name: str, owner: str = OWNER) -> Reader:
         reader = Reader()
-        self.background.follow(reader, OWNER, name, 0, b"")
+        self.background.follow(reader, owner, name, 0, b"")
         return reader
 
 
@@ -247,6 +248,59 @@ async def test_events_end_with_any_blank_line_wherever_pieces_are_cut() -> None:
             run.send(stream[start : start + step])
         run.finish()
         assert run.events == [b"data: a\n\n", b"data: b\n\n", b"data: c\ndata: d\n\n"]
+
+
+async def test_nobody_waits_for_the_storage_to_read_another_account_s_responses(tmp_path: Path) -> None:
+    """All were asked for one after the other: a response that was cancelled through another router went on while those
+    of an account with many requests had their turn."""
+    runs = Runs(tmp_path, poll_s=0.001)
+    hangs, asked = asyncio.Event(), asyncio.Event()
+    find = runs.stored.find
+
+    async def slow(account: str, *given: Any, **fields: Any) -> StoredResponse | None:
+        if account == "many":
+            asked.set()
+            await hangs.wait()
+        return await find(account, *given, **fields)
+
+    runs.stored.find = slow  # type: ignore[method-assign]
+    await runs.begin("many")
+    await asked.wait()
+    name, _ = await runs.begin("cancelled")
+    reader = runs.follow(name, "cancelled")
+    assert await runs.removed("cancelled", name)
+    await asyncio.wait_for(reader.end.wait(), DEADLINE_S)
+    await runs.background.close()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_events_of_one_account_make_no_room_for_those_of_another(
+    tmp_path: Path, has_ended: bool
+) -> None:
+    """Those of the run that was begun longest ago were dropped, whoever sent many: its followers were cut."""
+    runs = Runs(tmp_path, max_event_bytes=20_000)
+    mine, engine = await runs.begin("small")
+    reader = runs.follow(mine, "small")
+    engine.start(200, b"", delta(0, 1000))
+    if has_ended:
+        engine.send(last(mine))
+        engine.finish()
+        reading = asyncio.ensure_future(reader.read_all())
+        await reader.end.wait()
+        await reading
+    others = [await runs.begin("large") for _ in range(4)]
+    readers = [runs.follow(name, "large") for name, _ in others]
+    for _, other in others:
+        other.start(200, b"", delta(0, 2000))
+    for number in range(1, 10):
+        for _, other in others:
+            other.send(delta(number, 2000))
+    for each in (reader, *readers):
+        each.read()
+    assert not reader.is_aborted
+    assert sum(each.is_aborted for each in readers) >= 2
+    assert runs.follow(mine, "small").writes[0].startswith(delta(0, 1000))
+    await runs.background.close()
 
 
 async def test_a_run_is_followed_by_a_few_clients_at_a_time(tmp_path: Path) -> None:

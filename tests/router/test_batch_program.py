@@ -22,6 +22,7 @@ from argosy_batch.main import build_parser, config_of
 from argosy_batch.program import BatchProgram
 from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, RouterClient
 from argosy_batch.storage.directory_store import DirectoryStore
+from argosy_protocol import object_ids
 from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_PATH
 from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
@@ -170,11 +171,13 @@ def test_the_router_s_address_must_be_a_url(url: str) -> None:
 
 
 class HangingProgram:
-    """`argosy batch` that takes connections, and answers when the test lets it."""
+    """`argosy batch` that takes connections, and answers when the test lets it; those of one account at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: str = "-") -> None:
         self.may_answer = asyncio.Event()
         self.num_asked = 0
+        self._answered = f"account: {answered}\r\n".encode()
+        self._writers: list[asyncio.StreamWriter] = []
         self.bodies: list[bytes] = []
 
     @asynccontextmanager
@@ -185,6 +188,11 @@ class HangingProgram:
         finally:
             server.close()
 
+    def cut(self) -> None:
+        """Cut the connections of requests that have no answer."""
+        for writer in self._writers:
+            writer.transport.abort()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -193,7 +201,9 @@ class HangingProgram:
                     line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
                 ]
                 self.bodies.append(await reader.readexactly(int(lengths[0][15:]) if lengths else 0))
-                await self.may_answer.wait()
+                if self._answered not in head:
+                    self._writers.append(writer)
+                    await self.may_answer.wait()
                 writer.write(
                     b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-type: application/json\r\n\r\n{}"
                 )
@@ -228,10 +238,11 @@ async def test_what_is_being_stored_has_a_bound(monkeypatch: pytest.MonkeyPatch)
     async with program.serving() as url:
         route = BatchClient(url, lambda: ["k"])
         responses = ResponseStore(route, 86400.0, patience_s=0.0)
-        for _ in range(20):
-            await responses.keep("shop", responses.new_id(), record(3000))
         series = {each.name: each for each in responses.series()}
-        assert series["response_writes"].sum(("refused",)) == 17  # type: ignore[union-attr]
+        for account, refused in (("shop", 18), ("other", 37)):
+            for _ in range(20):
+                await responses.keep(account, responses.new_id(), record(3000))
+            assert series["response_writes"].sum(("refused",)) == refused  # type: ignore[union-attr]
         program.may_answer.set()
         await until(lambda: series["response_writes"].sum(("stored",)) == 3)  # type: ignore[union-attr]
         await responses.close()
@@ -255,6 +266,28 @@ async def test_a_program_that_hangs_is_not_asked_by_everybody(caplog: pytest.Log
         slow = BatchClient(url, lambda: ["k"])
         assert (await slow.call("GET", "/internal/responses/x", "shop")).body == b"{}"
         await slow.close()
+        await route.close()
+
+
+@pytest.mark.parametrize("is_answering", [True, False])
+async def test_what_fails_while_others_are_answered_is_no_failure_of_the_program(is_answering: bool) -> None:
+    """One account had a thousand responses read at once: those that waited for their turn past the deadline had nobody
+    ask the program for two seconds."""
+    program = HangingProgram("other")
+    async with program.serving() as url:
+        route = BatchClient(url, lambda: ["k"])
+        waiting = [
+            asyncio.ensure_future(route.call("GET", "/internal/responses/x", "hostile"))
+            for _ in range(batch_client.MAX_FAILURES)
+        ]
+        await until(lambda: program.num_asked == len(waiting))
+        if is_answering:
+            assert (await route.call("GET", "/internal/responses/x", "other")).body == b"{}"
+        program.cut()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(each, StorageUnavailable) for each in ended)
+        assert route.has_failed is not is_answering
+        program.may_answer.set()
         await route.close()
 
 
@@ -706,6 +739,76 @@ async def test_a_response_that_does_not_arrive_holds_its_memory_for_a_bounded_ti
         assert await responses.find("shop", name) is not None
         await route.close()
         writer.close()
+
+
+async def test_records_of_one_account_that_arrive_slowly_leave_memory_to_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_RECORD_BYTES", 1000)
+
+    async def begin(account: str, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert r.jobs is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.jobs.port)
+        head = f"POST /internal/responses/x HTTP/1.1\r\nhost: x\r\n{ACCOUNT}: {account}\r\nauthorization: "
+        writer.write(f"{head}{KEY['authorization']}\r\ncontent-length: {size}\r\n\r\n".encode())
+        return reader, writer
+
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        _, first = await begin("shop", 600)
+        statuses = []
+        for account in ("shop", "lab"):
+            async with asyncio.timeout(DEADLINE_S):
+                while True:  # until the first one has come
+                    reader, writer = await begin(account, 200)
+                    writer.write(b"x" * 200)
+                    statuses.append((account, (await reader.readline()).split()[1]))
+                    writer.close()
+                    if account == "lab" or statuses[-1][1] == b"503":
+                        break
+        assert statuses[-2:] == [("shop", b"503"), ("lab", b"400")], "the latter is read, and is no record"
+        first.close()
+
+
+@pytest.mark.parametrize("kind", ["files", "responses"])
+async def test_what_one_account_waits_for_leaves_room_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A key could have hundreds of lists made at once, each of which read thousands of objects, and thousands of
+    responses read: all other calls of the storage waited behind them, and routers took the program for one that hangs.
+    """
+    begun: list[str] = []
+    may_go = asyncio.Event()
+    monkeypatch.setattr(app, "MAX_LISTINGS", 8)
+    monkeypatch.setattr(app, "MAX_RECORDS_ASKED", 8)
+    async with stored(tmp_path, [FakeEngine()]) as r:
+        assert r.jobs is not None
+        answering = r.jobs.files.list if kind == "files" else r.jobs.responses.find
+
+        async def slow(owner: str, *given: Any) -> Any:
+            begun.append(owner)
+            await may_go.wait()
+            return await answering(owner, *given)
+
+        if kind == "files":
+            r.jobs.files.list = slow  # type: ignore[method-assign, assignment]
+        else:
+            r.jobs.responses.find = slow  # type: ignore[method-assign]
+        name = "file-" if kind == "files" else "resp_"
+        path = (
+            "/v1/files" if kind == "files" else f"/v1/responses/{object_ids.new_id(name, time.time(), 60.0)}"
+        )
+        mine = [asyncio.ensure_future(r.http.get(path)) for _ in range(6)]
+        await until(lambda: sum(each.done() for each in mine) == 2)
+        other = {"authorization": "Bearer sk-lab"}
+        theirs = asyncio.ensure_future(r.http.get(path, headers=other))
+        await until(lambda: len(set(begun)) == 2)
+        assert len(begun) == 2, "one of each at a time"
+        may_go.set()
+        expected = 200 if kind == "files" else 404
+        assert (await theirs).status_code == expected
+        statuses = [each.status_code for each in await asyncio.gather(*mine)]
+        assert sorted(statuses) == sorted([expected] * 4 + [503] * 2)
+        assert (await r.http.get(path)).status_code == expected
 
 
 async def test_requests_of_batches_keep_no_cookies_and_follow_no_redirects() -> None:

@@ -20,6 +20,7 @@ from hypothesis import given
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.config import ConfigException
 
+from argosy_protocol.deep_json import TOKENS_PER_STEP
 from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_router.config import UpstreamLimits
@@ -29,6 +30,7 @@ from argosy_router.discovery.file import FileDiscovery
 from argosy_router.discovery.kubernetes import KubernetesDiscovery
 from argosy_router.discovery.model_discovery import GATHER_S, ModelDiscovery
 from argosy_router.discovery.pod_members import Pod, PodMembers, members_of, pod_selectors
+from argosy_router.discovery.reflector import decoded_in_turns
 from argosy_router.discovery.source import Discovery, revision_of
 from argosy_router.discovery.static import StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
@@ -501,6 +503,42 @@ async def test_a_pod_that_is_too_deep_for_the_decoder_keeps_no_other_from_being_
         await until(lambda: len(api.lists) >= lists + 2)
         api.put("pods", "default", "c", **pod_fields("10.0.0.3"))
         await until(lambda: published.members == {"default/svc": ["a", "b", "c"]})
+
+
+class Found(msgspec.Struct):
+    name: str
+
+
+async def test_others_have_their_turn_while_a_deep_object_is_cut() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    deep = "[" * 10_000 + "]" * 10_000 + ",[]" * (6 * TOKENS_PER_STEP)
+    counting = asyncio.create_task(count())
+    found = await decoded_in_turns(msgspec.json.Decoder(Found), f'{{"deep":[{deep}],"name":"a"}}'.encode())
+    counting.cancel()
+    assert (found.name, turns >= 12) == ("a", True)
+    with pytest.raises(msgspec.DecodeError):
+        await decoded_in_turns(msgspec.json.Decoder(Found), f'{{"deep":[{deep}],"name":"a"'.encode())
+
+
+async def test_pods_that_change_all_the_time_are_looked_at_now_and_then() -> None:
+    """Each change had all pods of the service looked at, which takes milliseconds for a thousand."""
+    async with cluster() as (api, published):
+        now = asyncio.get_running_loop().time
+        began, before, last = now(), len(published), ""
+        for number in range(100):
+            last = f"10.0.1.{number}"
+            api.put("pods", "default", "a", **pod_fields(last))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        await until(lambda: any(last in each.url for each in published[-1].members["default/svc"]))
+        assert len(published) - before <= 2 + 20 * (now() - began)
 
 
 async def test_pages_of_large_pods_are_small_and_what_they_have_is_not_kept() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_router.auth.accounts import Account
-from argosy_router.flow_control.fair_queue import MIN_FLOWS, FairQueue, QueueFull
+from argosy_router.flow_control.fair_queue import MAX_PRIORITIES, MIN_FLOWS, FairQueue, QueueFull
 from argosy_router.flow_control.queued_request import Entry
 
 from .accounts import account
@@ -60,6 +60,27 @@ def test_backlogged_accounts_get_shares_by_weight(
             for other in waiting:
                 bound = largest[one] / one.weight + largest[other] / other.weight
                 assert served[one] - served[other] <= bound + 1e-6
+
+
+def test_an_account_has_so_many_priorities_at_a_time_and_others_are_not_touched() -> None:
+    """Each look for the next entry went through all of them: with four thousand of one key a tick of the queue took a
+    fifth of a second."""
+    queue: FairQueue[Entry] = FairQueue()
+    one, other = account("one"), account("other")
+    entries = [Entry(one, 10 * number, 1.0, 1) for number in range(MAX_PRIORITIES)]
+    further = [Entry(one, asked, 1.0, 1) for asked in (-1, 15, 20, 10**6)]
+    foreign = [Entry(other, 15, 1.0, 1), Entry(other, 10**6, 1.0, 1)]
+    for entry in [*entries, *further, *foreign]:
+        queue.push(entry, *UNBOUNDED)
+    last = 10 * (MAX_PRIORITIES - 1)
+    assert [entry.priority for entry in further] == [0, 20, 20, last]
+    assert [entry.priority for entry in foreign] == [15, 10**6]
+    order = drain(queue)
+    assert order[:6] == [entries[0], further[0], entries[1], foreign[0], entries[2], further[1]]
+    assert order[-3:] == [entries[-1], further[3], foreign[1]]
+    again = Entry(one, 3, 1.0, 1)
+    queue.push(again, *UNBOUNDED)
+    assert again.priority == 3
 
 
 def test_idle_accounts_earn_no_credit() -> None:

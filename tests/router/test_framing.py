@@ -292,6 +292,28 @@ async def test_bytes_sent_ahead_are_bounded(number: int, answered: int) -> None:
         assert (b"connection: close" in answers) == (answered == 1)
 
 
+async def test_bytes_that_come_with_a_request_are_bounded_as_those_behind_it() -> None:
+    """Of one read any number was held for as long as the request was answered, and counted nowhere."""
+    release = asyncio.Event()
+
+    async def wait(connection: Connection, _: Received) -> None:
+        await release.wait()
+        connection.answer(200, b"{}")
+
+    limits = ServerLimits(max_held_bytes=1000)
+    async with (
+        rig([FakeEngine(script=wait)], server=limits, clock=StoppedClock()) as r,
+        raw(r.router) as (reader, writer),
+    ):
+        writer.write(GOOD + SMUGGLED * 1000)
+        await until(lambda: bool(r.engines[0].requests))
+        (connection,) = r.router.server.connections
+        assert connection.held_bytes == 0
+        assert connection.is_discarding
+        release.set()
+        await read_until(reader, lambda data: data.count(b"HTTP/1.1 200") == 1)
+
+
 async def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead() -> None:
     gone = asyncio.Event()
 

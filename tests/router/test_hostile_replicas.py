@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import timeit
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -40,9 +41,12 @@ from argosy_router.fleet.links.telemetry_budget import (
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.fetch import Collector
 from argosy_router.http.sse import READ_BYTES
+from argosy_router.proxy.downstream.model_renaming import RenamingClient
+from argosy_router.proxy.request.ended_response import AdoptedAnswer
+from argosy_router.proxy.request.model_names import Renaming
 from argosy_router.proxy.request.stream_shape import StreamShape
 from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
-from argosy_router.proxy.upstream.relay import StreamRelay
+from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
 from argosy_router.proxy.upstream.stream_transcript import Transcript
 
 from .fake_engine import FakeEngine
@@ -156,10 +160,12 @@ SHORT_EVENT = b'data: {"created":1,"choices":[{"index":0,"token_ids":[1]}]}\n\n'
         (b'data: {"created":1,"choices":[', b'{"index":0},', b'{"index":0}]}\n\n'),
         (b'data: {"choices":[],"usage":{', b'"text":"",', b'"a":1}}\n\n'),
         (b'data: {"choices":[1],"x":[', b'{"usage":{"completion_tokens":1}},', b"1]}\n\n"),
+        (b'data: {"choices":[1],"x":[', b'"usage",', b"1]}\n\n"),
+        (b'data: {"choices":[1],"usage"', b" ", b":1}\n\n"),
         (b": ", b"\n\n: ", b"\n\n"),
         (b"", b": \n\n", SHORT_EVENT),
     ],
-    ids=["ids", "choices", "texts", "usages", "events", "comments"],
+    ids=["ids", "choices", "texts", "usages", "names", "spaces", "events", "comments"],
 )
 @pytest.mark.parametrize("can_continue", [False, True])
 def test_an_event_full_of_short_values_costs_a_few_searches_of_it(
@@ -177,7 +183,10 @@ def test_an_event_full_of_short_values_costs_a_few_searches_of_it(
                 began = time.process_time()
                 relay.feed(events[start : start + READ_BYTES])
                 longest = max(longest, time.process_time() - began)
-            return longest
+            began = time.process_time()
+            assert relay.usage is None or relay.usage.completion_tokens < 2
+            assert not relay.has_whole_usage
+            return max(longest, time.process_time() - began)
 
         return min(receive() for _ in range(3))
 
@@ -185,6 +194,73 @@ def test_an_event_full_of_short_values_costs_a_few_searches_of_it(
     text = b"a" * 4_000_000
     search_s = min(timeit.repeat(lambda: text.count(b"\n\n"), timer=time.process_time, number=1, repeat=5))
     assert cpu_s(events) < 20 * search_s
+
+
+def test_long_events_that_a_client_has_are_not_kept() -> None:
+    """Those of two reads were, for as long as their stream: eight megabytes, which counted nowhere."""
+    long = b'data: {"created":1,"choices":[],"x":"%b"}\n\n' % (b"x" * 3_000_000)
+    tracemalloc.start()
+    try:
+        relay = StreamRelay(None, BodyReservation(BodyMemory(1 << 30), "service", 0))
+        for _ in range(2):
+            assert relay.feed(long + b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n')
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert relay.usage is not None
+    assert relay.usage.prompt_tokens == 3
+    assert kept < 1 << 20
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_what_comes_a_few_bytes_at_a_time_takes_what_it_counts(is_stream: bool) -> None:
+    """Each piece was an object of its own: of two bytes it took thirty times as many."""
+    held = BodyReservation(BodyMemory(1 << 30), "service", 0)
+    relay = StreamRelay(None, held) if is_stream else UnaryRelay(held)
+    pieces = [b"ab" * 500, b"de" * 5000]
+    tracemalloc.start()
+    try:
+        relay.feed(b"data: ")
+        for number in range(100_000):
+            relay.feed(bytes((97, 97 + number % 20)))
+        for piece in pieces:
+            relay.feed(piece)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    rest = relay.feed(b"end\n\n") + relay.end()
+    assert len(rest) == 211_011
+    assert rest.endswith(pieces[0] + pieces[1] + b"end\n\n")
+    assert kept < 1 << 19
+
+
+class Recorded:
+    """A client that keeps what it is sent."""
+
+    sent = b""
+
+    def send(self, data: bytes) -> None:
+        self.sent = data
+
+    def unexpected(self, *_: object) -> None:
+        raise AssertionError
+
+    attach = respond = start = finish = abort = unexpected
+
+
+def test_an_event_full_of_names_is_renamed_up_to_a_bound() -> None:
+    """Another engine's id of the response is a tenth as long as the router's: an event of 64 MiB took ten times as
+    much, uncounted; and four megabytes of models a tenth of a second."""
+    adopted = AdoptedAnswer("resp_" + "a" * 50)
+    event = b'data: {"id":"resp_x","x":[%b1]}\n\n' % (b'"resp_x",' * 500_000)
+    renamed = adopted.renamed(event)
+    assert adopted.is_foreign
+    assert renamed.startswith(b'data: {"id":"resp_aaa')
+    assert len(renamed) < 1.1 * len(event)
+    client = Recorded()
+    RenamingClient(client, Renaming("x", "much longer")).send(b'"model":"x",' * 100_000)
+    assert client.sent.startswith(b'"model":"much longer","model":"much longer",')
+    assert client.sent.count(b"much longer") < 50_000
 
 
 @pytest.mark.parametrize("limit", [None, 5])
@@ -205,6 +281,31 @@ async def test_resets_of_a_cache_do_not_fill_the_routers_memory() -> None:
         await r.until(lambda: r.replica(0).syncs > syncs)
         assert r.replica(0).prefixes.slot <= 2 + CLEAR_BURST + 2
         assert (await r.chat()).status_code == 200
+
+
+class Waiting:
+    """A request at a replica that nobody else can take."""
+
+    looks = 0
+
+    def core_stalled(self, age_s: float, bound_s: float) -> None:
+        self.looks += 1
+
+
+async def test_a_stall_that_is_told_thousands_of_times_is_looked_at_once_in_a_while() -> None:
+    """For each report all requests of the replica were looked at: a read of its telemetry with a thousand of them held
+    the event loop for half a second."""
+    async with rig([FakeEngine()]) as r:
+        replica, waiting = r.replica(0), Waiting()
+        replica.inflight_attempts.add(waiting)
+        began = time.monotonic()
+        stalled = Load(core_step_age_s=1000.0)
+        last = msgspec.structs.replace(stalled, queued_uncached_tokens=7)
+        r.engines[0].announce_raw(encode_frame(stalled) * 3000 + encode_frame(last))
+        await r.until(lambda: replica.load.reported_tokens == 7)
+        passed_s = time.monotonic() - began
+        replica.inflight_attempts.discard(waiting)
+        assert 1 <= waiting.looks <= 2 + 2 * passed_s
 
 
 async def test_announcing_a_drain_over_and_over_changes_the_fleet_once() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from argosy_protocol.fleet import FleetDocument
+from argosy_protocol.telemetry import Draining
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
@@ -170,6 +171,22 @@ async def test_models_are_listed_anew_when_they_or_the_keys_terms_have_changed(t
         assert len(names_for(fleet, account)) == 1
         account.apply(KeyTerms(name="client"), 0.0)
         assert b"fast" in listed(r)[0]
+
+
+async def test_a_replica_that_changes_its_state_has_no_list_of_models_made_anew(tmp_path: Path) -> None:
+    """It may do so thousands of times a second; a list of a thousand services takes five milliseconds."""
+    async with keyed(tmp_path, "") as r:
+        first, _ = listed(r)
+        revision = r.router.fleet.revision
+        r.engines[0].announce(Draining())
+        await r.until_state(0, "draining")
+        assert r.router.fleet.revision > revision
+        assert listed(r)[0] is first
+        shorter = FakeEngine(hello={"max_model_len": 100})
+        async with shorter:
+            r.discovery.set(FleetDocument(services=(service([*r.engines, shorter]),)))
+            await r.until(lambda: r.replica(1).is_synced)
+            assert json.loads(listed(r)[0])["data"][0]["max_model_len"] == 100
 
 
 @pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/models/none"])

@@ -163,3 +163,16 @@ def test_many_keys_are_taken_in_steps_and_the_ones_before_are_accepted_until_the
     assert table.account_of(b"Bearer old") is None
     assert table.account_of(b"Bearer sk-1") is not None
     assert problems == []
+
+
+def test_keys_are_awaited_until_the_last_of_them_is_accepted() -> None:
+    """A router whose key file came late was ready while it read it, and answered everybody with 401."""
+    table = KeyTable(is_closed=True)
+    steps = table.load_in_steps("\n".join(f"sk-{number}" for number in range(1000)), 0.0, [])
+    next(steps)
+    assert table.is_awaited
+    assert table.account_of(b"Bearer sk-0") is None
+    for _ in steps:
+        pass
+    assert not table.is_awaited
+    assert table.account_of(b"Bearer sk-0") is not None

@@ -354,6 +354,36 @@ async def test_a_large_record_is_read_as_this_process_would(has_output: bool, is
     await bodies.close()
 
 
+async def test_a_client_that_leaves_while_its_record_is_read_leaves_the_process_to_others() -> None:
+    """The process was ended, and others waited for a new one: a key could have that happen over and over."""
+    begun, may_go = asyncio.Event(), asyncio.Event()
+
+    class SlowProcess(FailingProcess):
+        async def find_response(self, answer: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+            begun.set()
+            await may_go.wait()
+            return await super().find_response(answer, is_event, fields)
+
+    process = SlowProcess(fails=False)
+
+    async def start() -> SlowProcess:
+        return process
+
+    bodies = LargeBodies(start)
+    large = json.dumps({**RESPONSE, "instructions": "x" * LARGE_BODY_BYTES}).encode()
+    leaving = asyncio.create_task(bodies.find_response("leaving", large, False, {}))
+    await begun.wait()
+    leaving.cancel()
+    staying = asyncio.create_task(bodies.find_response("staying", large, False, {}))
+    may_go.set()
+    assert (await staying).end == len(large)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not process.has_ended
+    await bodies.close()
+    assert process.has_ended
+
+
 async def test_a_large_record_is_not_read_here_if_the_process_fails() -> None:
     record = StoredResponse(msgspec.Raw(json.dumps(RESPONSE).encode()), []).encoded()
     process = FailingProcess(fails=True)

@@ -95,7 +95,6 @@ class KeyTable:
         """
         keys = dict(self._fixed)
         terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
-        self.is_awaited = False
         for number, line in enumerate(_LINE_END.split(text), 1):
             if number % KEYS_PER_STEP == 0:
                 yield
@@ -116,6 +115,7 @@ class KeyTable:
             else:
                 keys[digest] = terms
         yield from self._install(keys, now)
+        self.is_awaited = False
 
     def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Account:
         """Return the account behind a request's headers, as `account_of` does.

@@ -2,7 +2,8 @@
 
 Owns: its key, deadlines, and the breaker. Must not know: what is asked.
 Invariant: after some failures in a row nothing is asked for a moment, and then one request tries: while the program
-hangs, requests that need it fail at once instead of gathering.
+hangs, requests that need it fail at once instead of gathering. A request that fails while others are answered is none
+of these failures: accounts take turns at the program, and one with very many requests waits too long for its own.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class BatchClient:
         self._accepted = ""
         """The key that it accepted last, which is tried first: it may not know the newest yet."""
         self._failures = 0
+        self._num_answers = 0
         self._open_until = 0.0
         self._is_trying = False
         """Whether one request tries whether the program answers again."""
@@ -270,6 +272,7 @@ class BatchClient:
         if self.is_open:
             raise StorageUnavailable
         is_trial = self.has_failed
+        num_before = self._num_answers
         self._is_trying = self._is_trying or is_trial
 
         def end_trial() -> None:
@@ -279,6 +282,7 @@ class BatchClient:
 
         def succeed() -> None:
             self._failures = 0
+            self._num_answers += 1
             end_trial()
 
         try:
@@ -287,10 +291,10 @@ class BatchClient:
             succeed()
             raise
         except StorageUnavailable:
-            self._failed()
+            self._failed(num_before)
             raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._failed()
+            self._failed(num_before)
             log.error("argosy batch: %s: %s", type(error).__name__, str(error)[:200])
             raise StorageUnavailable from error
         except ApiError:
@@ -299,7 +303,10 @@ class BatchClient:
         finally:
             end_trial()
 
-    def _failed(self) -> None:
+    def _failed(self, num_before: int) -> None:
+        """Count a failure, unless the program has given further answers since there were so many."""
+        if self._num_answers != num_before:
+            return
         self._failures += 1
         if self.has_failed:
             self._open_until = self._now() + OPEN_S

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +18,7 @@ from argosy_router.batch.batch_client import BatchClient, error_of, read_all
 from argosy_router.batch.content_stream import PendingAnswer
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
+from argosy_router.http.sse import Pieces
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
 from argosy_router.proxy.downstream.error_headers import error_headers
 from argosy_router.proxy.request.call_decoding import require_json
@@ -62,8 +62,7 @@ class ForwardedUpload:
         self, program: BatchClient, account: str, headers: dict[str, str], on_end: Callable[[], None]
     ) -> None:
         self._on_end = on_end
-        self._held: deque[bytes] = deque()
-        self._held_bytes = 0
+        self._held = Pieces()
         self._has_changed = asyncio.Event()
         self._is_complete = self._is_aborted = False
         self._resume: Callable[[], None] | None = None
@@ -76,12 +75,11 @@ class ForwardedUpload:
         if self._task.done():  # the program has refused the rest
             status, _, body = self._task.result()
             raise error_of(status, body)
-        self._held.append(data)
-        self._held_bytes += len(data)
+        self._held.add(data)
         self._has_changed.set()
 
     def is_full(self, resume: Callable[[], None]) -> bool:
-        if self._held_bytes <= MAX_HELD_BYTES or self._task.done():
+        if self._held.size <= MAX_HELD_BYTES or self._task.done():
             return False
         self._resume = resume
         return True
@@ -105,10 +103,9 @@ class ForwardedUpload:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         while True:
-            while self._held:
-                piece = b"".join(self._held)
+            while self._held.size:
+                piece = self._held.joined()
                 self._held.clear()
-                self._held_bytes = 0
                 self._resume_reading()
                 yield piece
             if self._is_complete:
@@ -120,7 +117,6 @@ class ForwardedUpload:
         if not task.cancelled():
             task.exception()  # `write` and `finish` raise it, unless the client is gone
         self._held.clear()
-        self._held_bytes = 0
         self._resume_reading()
         self._on_end()
 

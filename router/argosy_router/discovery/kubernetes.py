@@ -35,6 +35,9 @@ DOCUMENT_KEY = "fleet.json"
 """Key of the document in the ConfigMap."""
 ROUTER_SELECTOR = "app.kubernetes.io/name=argosy,app.kubernetes.io/component=router"
 """Labels that the Helm chart gives to router pods."""
+GATHER_S = 0.05
+"""Shortest time between two looks at what has changed: each goes through all pods of a service of which one has, and
+they may change as often as their tenant likes."""
 SETTLE_AFTER_S = 30.0
 """Seconds for which a namespace without an answer keeps the others from being published."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -103,14 +106,19 @@ class KubernetesDiscovery:
             asyncio.create_task(routers.run(), name="router pods"),
         ]
         published: FleetSnapshot | None = None
+        now = asyncio.get_running_loop().time
+        looked = -math.inf
         try:
             while True:
                 await self._changed.wait()
+                if (wait_s := looked + GATHER_S - now()) > 0.0:
+                    await asyncio.sleep(wait_s)
+                looked = now()
                 self._changed.clear()
                 if self._read(documents.objects.values()):
                     self._follow(client)
                 reflectors = [routers, *self._pods.values()]
-                if not self._revision or not are_settled(reflectors, asyncio.get_running_loop().time()):
+                if not self._revision or not are_settled(reflectors, looked):
                     continue
                 num_routers = self._num_routers(routers, namespace)
                 snapshot = FleetSnapshot(self._document, self._revision, self._members.settle(), num_routers)

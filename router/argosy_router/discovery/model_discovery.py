@@ -41,6 +41,9 @@ RECHECK_S = 10.0
 TIMEOUT_S = 5.0
 GATHER_S = 0.05
 """Shortest time between two publications of what replicas have told."""
+MAX_SPELLINGS = 8192
+"""Of a service: each of its names goes with each of its adapters. A replica may list anything, and all names are
+resolved in the event loop: ten thousand of both would take all memory."""
 
 
 class _Card(msgspec.Struct):
@@ -81,6 +84,8 @@ class ModelDiscovery:
         self._asked: set[Member] = set()
         """Those whose first question has ended, well or not."""
         self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self._overfull: set[str] = set()
+        """Models whose replicas have too many names together, as was logged."""
         self._rng = random.Random()  # noqa: S311
         self._published = -math.inf
         """When, by the event loop's clock."""
@@ -120,7 +125,8 @@ class ModelDiscovery:
                 problem = _refusal(response.status)
                 if not problem:
                     served = _served(msgspec.json.decode(response.body, type=_Models).data)
-                    problem = "" if served is not None else "its list is empty"
+                    problem = "its list is empty" if served is None else _excess(served)
+                    served = None if problem else served
             except (UpstreamError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                 problem = str(error)
             if problem and problem != reported:
@@ -158,6 +164,7 @@ class ModelDiscovery:
         members: dict[str, list[Member]] = {}
         aliases: dict[str, dict[str, None]] = {}
         adapters: dict[str, dict[str, None]] = {}
+        overfull: set[str] = set()
         for member in self._members:
             served = self._served.get(member)
             if served is not None:
@@ -165,8 +172,18 @@ class ModelDiscovery:
                 members.setdefault(model, []).append(
                     member._replace(adapters=served.adapters, aliases=tuple(others))
                 )
-                aliases.setdefault(model, {}).update(dict.fromkeys(others))
-                adapters.setdefault(model, {}).update(dict.fromkeys(served.adapters))
+                known, tuned = aliases.setdefault(model, {}), adapters.setdefault(model, {})
+                new = [name for name in others if name not in known]
+                new_tuned = [name for name in served.adapters if name not in tuned]
+                names = 1 + len(known) + len(new)
+                if _num_spellings(names, len(tuned) + len(new_tuned)) <= MAX_SPELLINGS:
+                    known.update(dict.fromkeys(new))
+                    tuned.update(dict.fromkeys(new_tuned))
+                else:
+                    overfull.add(model)
+        for model in overfull - self._overfull:
+            log.error("the replicas of %r have too many names together, of which some are left out", model)
+        self._overfull = overfull
         document = FleetDocument(
             services=tuple(
                 FleetService(
@@ -198,6 +215,18 @@ def _refusal(status: int) -> str:
     if status in (401, 403):
         return f"status {status}; pass the replica's key by --replica-key"
     return "" if status == 200 else f"status {status}"
+
+
+def _num_spellings(names: int, adapters: int) -> int:
+    """How many names a service has whose replicas list so many, and so many adapters."""
+    return (1 + names) * (1 + adapters)
+
+
+def _excess(served: _Served) -> str:
+    """Explain why a list is not used; empty if it has no more names than a service may have."""
+    if _num_spellings(len(served.names), len(served.adapters)) <= MAX_SPELLINGS:
+        return ""
+    return f"it has {len(served.names)} models and {len(served.adapters)} adapters, which are too many"
 
 
 def _served(cards: list[_Card]) -> _Served | None:

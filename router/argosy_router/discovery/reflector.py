@@ -11,6 +11,7 @@ next request, so that an API server in trouble is not asked in a loop; what goes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -24,6 +25,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from argosy_protocol import deep_json
 from argosy_router.backoff import backoff_s
+from argosy_router.http.deadlines import in_turns
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class WatchExpired(Exception):
     """The watch cannot continue from this resource version; the collection must be listed again."""
 
 
+S = TypeVar("S")
 T = TypeVar("T", bound=KubernetesObject)
 
 
@@ -228,7 +231,7 @@ class Reflector(Generic[T]):
             if data is None:
                 limit = SMALL_PAGE
                 continue
-            page = deep_json.decode(_PAGES, data)
+            page = await decoded_in_turns(_PAGES, data)
             turn = 0
             for raw in page.items or ():
                 item = self._decoded(raw)
@@ -266,7 +269,7 @@ class Reflector(Generic[T]):
         try:
             async with response:
                 async for line in _lines(response):
-                    self._apply(deep_json.decode(_EVENTS, line))
+                    self._apply(await decoded_in_turns(_EVENTS, line))
         except TimeoutError:
             return  # a silent connection; the next watch brings what it missed
 
@@ -325,6 +328,13 @@ class Reflector(Generic[T]):
                 raise WatchExpired
             raise ApiException(status=response.status, reason=text.decode("utf-8", "replace"))
         return response
+
+
+async def decoded_in_turns(decoder: msgspec.json.Decoder[S], text: bytes) -> S:
+    """Decode a text. If it is too deep for the decoder it is cut first, in turns of the event loop."""
+    with contextlib.suppress(RecursionError):
+        return decoder.decode(text)
+    return decoder.decode(await in_turns(deep_json.cutting(text.decode())))
 
 
 async def _page(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

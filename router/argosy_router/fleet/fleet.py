@@ -414,8 +414,9 @@ class Fleet:
             replica.names = frozenset(served)
             if side:
                 replica.names |= {side + name for name in ("", *served)}
+        lists = {member.aliases for member in members}  # nearly always one
         service.candidates.partial_aliases = frozenset(
-            alias for alias in service.spec.aliases if any(alias not in member.aliases for member in members)
+            alias for aliases in lists for alias in frozenset(service.spec.aliases).difference(aliases)
         )
         self._service_budgets[service].grant_replicas(len(service.replicas), time.monotonic())
         service.assume_rates()

@@ -89,6 +89,8 @@ class Service:
         """Likewise."""
         self._canary_share: float | None = None
         """Likewise, of `canary_share`."""
+        self._max_model_len: tuple[int | None] | None = None
+        """Likewise, of `max_model_len`."""
 
     # the choice
 
@@ -158,6 +160,7 @@ class Service:
         """Drop cached candidates: a replica came, went, or changed its state."""
         self.candidates.invalidate()
         self._takes_model_names = self._has_foreign_replicas = self._canary_share = None
+        self._max_model_len = None
 
     def rename(self, spec: FleetService) -> None:
         """Take over a new version of the service's entry in the fleet document, perhaps with other names, for the same
@@ -197,6 +200,15 @@ class Service:
             replicas = self.replicas.values()
             takes = self._takes_model_names = bool(replicas) and all(r.takes_model_names for r in replicas)
         return takes
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest of the lengths that its replicas have told; None if none has."""
+        known = self._max_model_len
+        if known is None:
+            lengths = [replica.hello.max_model_len for replica in self.replicas.values() if replica.hello]
+            known = self._max_model_len = (min(lengths) if lengths else None,)
+        return known[0]
 
     @property
     def has_foreign_replicas(self) -> bool:

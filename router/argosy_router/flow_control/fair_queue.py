@@ -17,6 +17,9 @@ A full queue does not let one account keep the others out. A new entry may evict
 queue: the newest entry of the account that has the most entries for its weight there. If that priority is the new
 entry's own, the account must be another one, with more entries for its weight than the new entry's account would have.
 If the queue is out of bytes, not of entries, the same holds for the bytes of entries.
+
+An account whose entries have `MAX_PRIORITIES` different priorities gets no further one: an entry goes to the next less
+urgent one of its account's, or to the least urgent of them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ from argosy_router.flow_control.queued_request import Entry
 E = TypeVar("E", bound=Entry)
 
 
+MAX_PRIORITIES = 64
+"""Different priorities that one account's entries have at a time. Each look for the next entry goes through all that
+there are, and a key may ask for as many as it has requests."""
 MIN_FLOWS = 64
 """Accounts of one priority from which on those are forgotten that have no entries."""
 
@@ -165,6 +171,8 @@ class FairQueue(Generic[E]):
         """Entries by name, in the order of arrival."""
         self._by_account: dict[Account, int] = {}
         """Number of entries of each account."""
+        self._priorities_of: dict[Account, dict[int, int]] = {}
+        """The same by priority."""
         self.bytes = 0
         self.cost = 0.0
         """Cost of all entries together."""
@@ -202,6 +210,7 @@ class FairQueue(Generic[E]):
             QueueFull: the queue is full, and no entry may be evicted.
         """
         evicted = None
+        entry.priority = self._priority_of(entry)
         if len(self) >= max_entries or self.bytes + entry.size > max_bytes:
             evicted = self._victim(entry, max_bytes, is_out_of_entries=len(self) >= max_entries)
             if evicted is None:
@@ -248,6 +257,13 @@ class FairQueue(Generic[E]):
         band.remove(entry)
         self._forget(entry, band)
 
+    def _priority_of(self, entry: E) -> int:
+        """Return the priority that an entry gets: what it asks for, unless its account has many others."""
+        known = self._priorities_of.get(entry.account)
+        if known is None or entry.priority in known or len(known) < MAX_PRIORITIES:
+            return entry.priority
+        return min([priority for priority in known if priority > entry.priority], default=max(known))
+
     def _add(self, entry: E) -> None:
         band = self._bands.get(entry.priority)
         if band is None:
@@ -260,6 +276,8 @@ class FairQueue(Generic[E]):
             namesakes = self._by_name[entry.name] = OrderedDict()
         namesakes[entry] = None
         self._by_account[entry.account] = self.num_of(entry.account) + 1
+        known = self._priorities_of.setdefault(entry.account, {})
+        known[entry.priority] = known.get(entry.priority, 0) + 1
         self.bytes += entry.size
         self.cost += entry.cost
 
@@ -270,8 +288,14 @@ class FairQueue(Generic[E]):
         if not namesakes:
             del self._by_name[entry.name]
         left = self._by_account.pop(entry.account) - 1
+        known = self._priorities_of[entry.account]
+        known[entry.priority] -= 1
+        if not known[entry.priority]:
+            del known[entry.priority]
         if left:
             self._by_account[entry.account] = left
+        else:
+            del self._priorities_of[entry.account]
         self.bytes -= entry.size
         self.cost = self.cost - entry.cost if self._arrivals else 0.0
         if not band.count:

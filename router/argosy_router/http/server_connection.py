@@ -193,14 +193,19 @@ class ServerConnection(asyncio.Protocol):
         if self.request is None:
             self._feed(data)
             self._serve_requests()
+            self._bound_held()
             if self.reader.incoming is not None and self.reader.is_sink_full(self._resume_reading):
                 self._pause_reading()
         elif not self.is_discarding:
             self._held += data
-            if len(self._held) > self._limits.max_held_bytes:
-                # Pausing reads instead would hide a disconnect.
-                self.is_discarding = True
-                self._held.clear()
+            self._bound_held()
+
+    def _bound_held(self) -> None:
+        """Discard what the client has pipelined behind a request that is being answered if it is too much."""
+        if self.request is not None and len(self._held) > self._limits.max_held_bytes:
+            # Pausing reads instead would hide a disconnect.
+            self.is_discarding = True
+            self._held.clear()
 
     def _feed(self, data: bytes) -> None:
         """Parse bytes up to a piece in which a request ends; hold what follows until that one was answered.
@@ -386,6 +391,7 @@ class ServerConnection(asyncio.Protocol):
             self._is_read_paused = False
             self.transport.resume_reading()
             self._serve_requests()
+            self._bound_held()
 
     def _become_displaceable(self) -> None:
         """Let new connections displace this one unless its client is authorized."""
@@ -452,9 +458,8 @@ class ServerConnection(asyncio.Protocol):
         """Answer a request whose rest is not read, because it is malformed or refused at its head, and close."""
         if self.is_receiving:
             self._end_receiving()
-        self._begin_silence(
-            self._state.wheel.time()
-        )  # a new connection need not wait until the refusal has been read
+        now = self._state.wheel.time()
+        self._begin_silence(now)  # a new connection need not wait until the refusal has been read
         request = self.reader.incoming
         lines, body = self._application.on_refused(error, request)
         self._write(
@@ -673,8 +678,7 @@ class ServerConnection(asyncio.Protocol):
             request is not None
             and request.keep_alive
             and not request.is_http10
-            and not self.is_discarding
-            and not self._state.is_draining
+            and not (self.is_discarding or self._state.is_draining)
         )
 
     def _done(self) -> None:
@@ -685,11 +689,8 @@ class ServerConnection(asyncio.Protocol):
             return
         assert request is not None
         self.reader.release(request)
-        if (
-            keeps_alive
-            and (self.reader.ready or self._held)
-            and not (self._is_serving or self._is_write_paused)
-        ):
+        has_more = bool(self.reader.ready or self._held)
+        if keeps_alive and has_more and not (self._is_serving or self._is_write_paused):
             self._serve_next_turn()  # by then the request has ended for its account, too
         elif keeps_alive:
             self._serve_requests()

@@ -20,34 +20,71 @@ MAX_RESPONSE_EVENT_BYTES = 64 * 1024 * 1024
 much as `responses` stores."""
 READ_BYTES = 256 * 1024
 """What a connection gives at once, at most."""
+SMALL_BYTES = 1024
+"""Smaller pieces are held together: one of two bytes alone would take thirty times as much."""
 
 
 class EventTooLarge(Exception):
     """An unfinished event exceeds the bound, and buffering it further is not safe."""
 
 
+class Pieces:
+    """Bytes that come in pieces and are joined once, in little more memory than they have, however small they are."""
+
+    __slots__ = ("_parts", "_small", "size")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._small = bytearray()
+        """What came behind the parts, in small pieces."""
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        self.size += len(data)
+        if len(data) < SMALL_BYTES:
+            self._small += data
+            return
+        if self._small:
+            self._parts.append(bytes(self._small))
+            self._small.clear()
+        self._parts.append(data)
+
+    def joined(self, rest: bytes = b"") -> bytes:
+        """Return all pieces, followed by `rest`; one that is alone is not copied."""
+        parts: list[bytes | bytearray] = [*self._parts]
+        if self._small:
+            parts.append(self._small)
+        if rest:
+            parts.append(rest)
+        return b"".join(parts)
+
+    def clear(self) -> None:
+        self._parts = []
+        self._small = bytearray()
+        self.size = 0
+
+
 class EventCutter:
     """Splits a byte stream into whole events and an unfinished tail, scanning each byte once."""
 
-    __slots__ = ("_edge", "_max_bytes", "_parts", "_size")
+    __slots__ = ("_edge", "_max_bytes", "_tail")
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
         """`max_bytes`: size of the largest unfinished event."""
         self._max_bytes = max_bytes
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._tail = Pieces()
         self._edge = b""
         """The tail's last bytes, because a blank line may be split between two reads."""
 
     @property
     def tail(self) -> bytes:
         """The unfinished event."""
-        return b"".join(self._parts)
+        return self._tail.joined()
 
     @property
     def size(self) -> int:
         """Bytes of the unfinished event."""
-        return self._size
+        return self._tail.size
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes; return the whole events now available, unchanged.
@@ -55,23 +92,23 @@ class EventCutter:
         Raises:
             EventTooLarge: the unfinished event has grown too long.
         """
-        if not self._parts and data.endswith(b"\n\n"):  # true of nearly every read from nearly every engine
+        tail = self._tail
+        if not tail.size and data.endswith(b"\n\n"):  # true of nearly every read from nearly every engine
             return data
         edge = self._edge
         probe = edge + data
         end = _after_last_event(probe) - len(edge)
         if end <= 0:
-            self._parts.append(data)
-            self._size += len(data)
+            tail.add(data)
             self._edge = probe[-_EDGE_BYTES:]
             events = b""
         else:
-            events = b"".join((*self._parts, data[:end]))
+            events = tail.joined(data[:end])
             rest = data[end:]
-            self._parts = [rest] if rest else []
-            self._size = len(rest)
+            tail.clear()
+            tail.add(rest)
             self._edge = rest[-_EDGE_BYTES:]
-        if self._size > self._max_bytes:
+        if tail.size > self._max_bytes:
             raise EventTooLarge
         return events
 

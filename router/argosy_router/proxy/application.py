@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, unquote
 
 import msgspec
@@ -107,6 +107,17 @@ Responder = Callable[[], tuple[int, bytes, bytes]]
 """Returns status, header lines and body."""
 
 
+class _List(NamedTuple):
+    """A list of models as it was encoded last. A replica may change its state as often as it likes; what the list shows
+    changes seldom."""
+
+    names: list[tuple[str, Service]]
+    """The same object until services or their names have changed."""
+    lengths: list[int | None]
+    """Of the models."""
+    body: bytes
+
+
 class RouterApplication:
     """Answers requests of the main port."""
 
@@ -141,11 +152,9 @@ class RouterApplication:
         self._background = background
         self._tracer = tracer
         self._created = int(time.time())
-        self._lists: dict[tuple[tuple[str, ...], bool, bool], bytes] = {}
-        """Encoded lists of models, by what a key may use and the form."""
+        self._lists: dict[tuple[tuple[str, ...], bool, bool], _List] = {}
+        """Lists of models, by what a key may use and the form."""
         self._lists_bytes = 0
-        self._lists_revision = -1
-        """The fleet's, since which the lists hold."""
         self.is_draining = False
         self.document: Callable[[], bytes] | None = None
         """Returns the OpenAPI document of the main port."""
@@ -514,18 +523,19 @@ class RouterApplication:
     def _models(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
         is_anthropic = _is_anthropic(request)
         is_codex = _CODEX_QUERY.search(request.target) is not None
-        if self._lists_revision != self._fleet.revision or self._lists_bytes > MAX_LIST_BYTES:
-            self._lists.clear()
-            self._lists_bytes = 0
-            self._lists_revision = self._fleet.revision
+        names = names_for(self._fleet, account)
+        lengths = [service.max_model_len for _, service in names]
         form = (account.models, is_anthropic, is_codex)
-        listed = self._lists.get(form)
-        if listed is None:
-            cards = [self._card(name, service) for name, service in names_for(self._fleet, account)]
-            listed = encoded_models(cards, is_anthropic=is_anthropic, is_codex=is_codex)
-            self._lists[form] = listed
-            self._lists_bytes += len(listed)
-        return 200, _JSON, listed
+        kept = self._lists.get(form)
+        if kept is None or kept.names is not names or kept.lengths != lengths:
+            if self._lists_bytes > MAX_LIST_BYTES:
+                self._lists.clear()
+                self._lists_bytes, kept = 0, None
+            cards = [self._card(name, service) for name, service in names]
+            body = encoded_models(cards, is_anthropic=is_anthropic, is_codex=is_codex)
+            self._lists_bytes += len(body) - (0 if kept is None else len(kept.body))
+            self._lists[form] = kept = _List(names, lengths, body)
+        return 200, _JSON, kept.body
 
     def _model(self, request: Request, account: Account) -> tuple[int, bytes, bytes]:
         name = unquote(request.path[len(_MODEL_PREFIX) :].decode("latin-1"))
@@ -537,14 +547,13 @@ class RouterApplication:
         return 200, _JSON, encoded_model(self._card(name, service), is_anthropic=_is_anthropic(request))
 
     def _card(self, name: str, service: Service) -> ModelCard:
-        lengths = [replica.hello.max_model_len for replica in service.replicas.values() if replica.hello]
         model, adapter = service.spec.model, self._fleet.adapter_of(name)
         return ModelCard(
             id=name,
             created=self._created,
             root=adapter or model,
             parent=model if adapter else None,
-            max_model_len=min(lengths) if lengths else None,
+            max_model_len=service.max_model_len,
         )
 
 

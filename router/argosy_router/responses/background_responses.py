@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from argosy_protocol.batch_program import BEAT_S
-from argosy_protocol.errors import ApiError, BadRequest, StorageUnavailable, TooManyRequests
+from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ResponseFailure, with_status
 from argosy_router.http.body_memory import BodyReservation
@@ -77,7 +77,10 @@ class BackgroundResponses:
         self._num_live: Counter[str] = Counter()
         """Runs of each owner, from before their records are stored."""
         self._num_event_bytes = 0
-        self._watcher: asyncio.Task[None] | None = None
+        self._event_bytes_of: Counter[str] = Counter()
+        """Those of each owner."""
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        """Of owners with runs, so that nobody waits for the storage's answers to another one."""
         self._beater: asyncio.Task[None] | None = None
 
     async def start(
@@ -103,7 +106,8 @@ class BackgroundResponses:
             raise TooManyRequests("too many responses are generated in the background", retry_after_s=1.0)
         find = partial(self._find, owner)
         queued = bytes(record.response)
-        run = BackgroundRun(owner, response_id, queued, is_streamed, reserved, self._count, find)
+        count = partial(self._count, owner)
+        run = BackgroundRun(owner, response_id, queued, is_streamed, reserved, count, find)
         self._num_live[owner] += 1
         try:
             run.heartbeat = await self._stored.heartbeat.begin()
@@ -116,8 +120,11 @@ class BackgroundResponses:
         task = asyncio.create_task(self._work(run, response_id, record, send), name="background response")
         self._tasks[task] = run
         task.add_done_callback(self._on_done)
-        if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch(), name="background responses ended elsewhere")
+        watcher = self._watchers.get(owner)
+        if watcher is None or watcher.done():
+            watcher = asyncio.create_task(self._watch(owner), name="background responses ended elsewhere")
+            self._watchers[owner] = watcher
+            watcher.add_done_callback(partial(self._on_watched, owner))
         if self._beater is None or self._beater.done():
             self._beater = asyncio.create_task(self._beat(), name="heartbeat of background responses")
 
@@ -155,7 +162,7 @@ class BackgroundResponses:
     async def close(self) -> None:
         """End all runs as failed. What the storage does not take at once is lost."""
         self._closing.set()
-        helpers = [task for task in (self._watcher, self._beater) if task is not None]
+        helpers = [*self._watchers.values(), *([] if self._beater is None else [self._beater])]
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
@@ -168,6 +175,10 @@ class BackgroundResponses:
         run.reserved.release()
         self._uncount(run.owner)
 
+    def _on_watched(self, owner: str, watcher: asyncio.Task[None]) -> None:
+        if self._watchers.get(owner) is watcher:
+            del self._watchers[owner]
+
     def _uncount(self, owner: str) -> None:
         self._num_live[owner] -= 1
         if not self._num_live[owner]:
@@ -177,16 +188,16 @@ class BackgroundResponses:
         """Tell other routers that the runs go on, until no run is left."""
         while self._tasks:
             await asyncio.sleep(BEAT_S)
-            with contextlib.suppress(StorageUnavailable):  # the log has it, and the next one may succeed
+            with contextlib.suppress(ApiError):  # the log has it, and the next one may succeed
                 await self._stored.heartbeat.beat({run.heartbeat for run in self._tasks.values()})
 
-    async def _watch(self) -> None:
-        """End the runs whose records another router has finished or removed, until no run is left."""
-        while self._tasks:
+    async def _watch(self, owner: str) -> None:
+        """End the owner's runs whose records another router has finished or removed, until no run is left."""
+        while self._num_live[owner]:
             await asyncio.sleep(self._poll_s)
             live = set(self._tasks.values())
-            for (owner, response_id), run in list(self._runs.items()):
-                if run not in live:
+            for (of_owner, response_id), run in list(self._runs.items()):
+                if of_owner != owner or run not in live:
                     continue
                 try:
                     record = await self._stored.find(owner, response_id)
@@ -252,25 +263,34 @@ class BackgroundResponses:
             else:
                 return
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, owner: str, num_bytes: int) -> None:
         self._num_event_bytes += num_bytes
+        self._event_bytes_of[owner] += num_bytes
         if self._num_event_bytes > self._max_event_bytes:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Forget the events of the runs that were begun longest ago: of those that have ended, and then of others."""
-        for must_be_over in (True, False):
-            for key, run in list(self._runs.items()):
-                if self._num_event_bytes <= self._max_event_bytes and len(self._runs) <= MAX_RUNS:
-                    return
-                if run.is_over:
-                    del self._runs[key]
-                    self._forget(run)
-                elif not must_be_over:
-                    self._forget(run)
+        """Forget events of the owners that have most of them, so that nobody's run loses its followers to another
+        account's: of an owner's runs those that have ended, begun longest ago first, and then the others."""
+        while self._num_event_bytes > self._max_event_bytes:
+            owner = max(self._event_bytes_of, key=self._event_bytes_of.__getitem__)
+            runs = [(key, run) for key, run in self._runs.items() if key[0] == owner and run.size]
+            key, run = next((each for each in runs if each[1].is_over), runs[0])
+            if run.is_over:
+                del self._runs[key]
+            self._forget(run)
+        while len(self._runs) > MAX_RUNS and (
+            ended := [key for key, run in self._runs.items() if run.is_over]
+        ):
+            ((owner, _),) = Counter(owner for owner, _ in ended).most_common(1)
+            self._forget(self._runs.pop(next(key for key in ended if key[0] == owner)))
 
     def _forget(self, run: BackgroundRun) -> None:
-        self._num_event_bytes -= run.forget()
+        size = run.forget()
+        self._num_event_bytes -= size
+        self._event_bytes_of[run.owner] -= size
+        if not self._event_bytes_of[run.owner]:
+            del self._event_bytes_of[run.owner]
 
 
 class _Failure(msgspec.Struct):

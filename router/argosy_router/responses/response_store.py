@@ -25,10 +25,11 @@ from argosy_protocol.batch_program import (
     Heartbeat,
     Heartbeats,
 )
-from argosy_protocol.errors import ApiError, ResponseNotFound, StorageUnavailable
+from argosy_protocol.errors import ApiError, ResponseNotFound, StorageUnavailable, Unavailable
 from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.response_object import ID_PREFIX
 from argosy_router.batch.batch_client import BatchClient
+from argosy_router.http.body_memory import BodyMemory
 from argosy_router.metrics import definitions as define
 from argosy_router.metrics.series import Series
 from argosy_router.proxy.request.ended_response import decoded_record
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S: Final = 2.0
 """How long the end of an answer waits for its response to be stored."""
 MAX_WRITING_BYTES: Final = 128 * 1024 * 1024
-"""A record alone may be larger."""
+"""An account's records may take three times as much as is free of it (`BodyMemory`). A record alone may be larger."""
 _decode_heartbeat: Final = msgspec.json.Decoder(Heartbeat).decode
 
 
@@ -71,14 +72,14 @@ class ResponseStore:
         self._patience_s = patience_s
         self._now = now
         self._writes: set[asyncio.Task[None]] = set()
-        self._writing_bytes = 0
+        self._writing = BodyMemory(MAX_WRITING_BYTES)
         self._outcomes = define.RESPONSE_WRITES.counter()
 
     def series(self) -> tuple[Series, ...]:
         """Return the metrics of stored responses."""
         return (
             self._outcomes,
-            define.RESPONSE_WRITING_BYTES.value(lambda: self._writing_bytes),
+            define.RESPONSE_WRITING_BYTES.value(lambda: self._writing.held),
         )
 
     def new_id(self) -> str:
@@ -88,15 +89,18 @@ class ResponseStore:
         """Store the record of a response that has ended; return once it is stored, or cannot be, or `PATIENCE_S` have
         passed."""
         document = record.encoded()
-        size = len(document)
-        if self._writes and self._writing_bytes + size > MAX_WRITING_BYTES:
+        size = min(len(document), MAX_WRITING_BYTES)
+        try:
+            self._writing.reserve(size, account or None, 0)
+        except Unavailable:
             self.count_unstored()
-            log.warning("a response was not stored: too many are being stored already")
+            log.warning(
+                "a response was not stored: too many are being stored already, of its account or in all"
+            )
             return
-        self._writing_bytes += size
         task = asyncio.create_task(self._keep(account, response_id, document), name="store a response")
         self._writes.add(task)
-        task.add_done_callback(lambda task: self._on_written(task, size))
+        task.add_done_callback(lambda task: self._on_written(task, account, size))
         done, _ = await asyncio.wait([task], timeout=self._patience_s)
         if not done:
             self._outcomes.add(("late",))
@@ -117,9 +121,9 @@ class ResponseStore:
         else:
             self._outcomes.add(("stored",))
 
-    def _on_written(self, task: asyncio.Task[None], size: int) -> None:
+    def _on_written(self, task: asyncio.Task[None], account: str, size: int) -> None:
         self._writes.discard(task)
-        self._writing_bytes -= size
+        self._writing.release(size, account or None)
 
     async def add(self, account: str, response_id: str, record: StoredResponse) -> None:
         """Store a new record."""

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -50,6 +50,7 @@ from argosy_protocol.responses import (
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
 from argosy_router.http.body_memory import BodyMemory, BodyReservation
+from argosy_router.http.deadlines import in_turns
 from argosy_router.http.messages import Request
 from argosy_router.http.server_interface import Client
 from argosy_router.proxy.downstream.api_shape import error_body, id_headers
@@ -75,21 +76,6 @@ _PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_ite
 
 Send = Callable[[Client, Request, Account, bytes, bytes], None]
 """Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
-
-
-_T = TypeVar("_T")
-
-
-async def _in_turns(steps: Steps[_T]) -> _T:
-    """Do work in steps, so that other requests have their turn between them: a request of a hundred bytes may continue
-    a conversation of 32 MB."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        await asyncio.sleep(0)
 
 
 class _Pending:
@@ -232,7 +218,7 @@ class StatefulRoutes:
             owner = account.name
 
             async def store(response: msgspec.Raw) -> None:
-                items = await _in_turns(identifying(conversation, response_id))
+                items = await in_turns(identifying(conversation, response_id))
                 record = StoredResponse(response, items)
                 await self._stored.keep(owner, response_id, record)
 
@@ -251,9 +237,12 @@ class StatefulRoutes:
     ) -> None:
         """Read a large body in steps, and answer as its request asks."""
         try:
-            asked = await _in_turns(decoding_responses_request(request.body))
+            asked = await in_turns(decoding_responses_request(request.body))
         except ApiError as error:
             self._refuse(client, error, request, request_id)
+        except Exception:
+            log.exception("request %s failed", request_id.decode())
+            self._refuse(client, InternalError("internal error"), request, request_id)
         else:
             asked = _counted(asked) if is_count else asked
             await self._resolve(client, request, account, request_id, asked)
@@ -265,10 +254,10 @@ class StatefulRoutes:
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             found = await self._found(account.name, asked, reserved)
-            conversation = await _in_turns(resolving(asked, found))
+            conversation = await in_turns(resolving(asked, found))
             if found:
                 request.body = with_fields(
-                    request.body, {"input": await _in_turns(self._encoding(conversation, reserved))}
+                    request.body, {"input": await in_turns(self._encoding(conversation, reserved))}
                 )
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
@@ -341,7 +330,7 @@ class StatefulRoutes:
         queued = msgspec.json.encode(
             begun_response(asked, response_id, asked.model, int(time.time()), asked.temperature, asked.top_p)
         )
-        items = await _in_turns(identifying(conversation, response_id))
+        items = await in_turns(identifying(conversation, response_id))
         record = StoredResponse(msgspec.Raw(queued), items)
 
         def send(run: Client) -> None:
@@ -442,7 +431,7 @@ class StatefulRoutes:
         direction: Literal["asc", "desc"] = "asc" if order == "asc" else "desc"
         record = await self._find(owner, response_id, reserved)
         paging = paging_items(record, after=query.get("after"), limit=limit, order=direction)
-        return msgspec.json.encode(await _in_turns(paging))
+        return msgspec.json.encode(await in_turns(paging))
 
     def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
         self._count_rejection(request_id, error.http_status, error.reason())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -66,6 +67,9 @@ MIN_STREAM_S = 5.0
 """A stream that ends sooner counts as a failure: a replica that ends each of them at once is not reconnected to all the
 time."""
 HEAD_TIMEOUT_S = STALE_AFTER_S
+STALL_LOOK_S = 1.0
+"""Between two looks at the requests of a replica whose core has stalled, each of which may be given to another one: an
+engine may have thousands that nobody else can take, and tell of its stall thousands of times at once."""
 _LEAST_RATE = 0.01
 """Tokens per second: a rate below is none, and would make a wait of no finite length."""
 _LEAST_STEP_S = 1e-7
@@ -178,6 +182,8 @@ class TelemetryClient:
         self._reconnects = reconnects
         self._is_failing = False
         self._unspent = _Read()
+        self._looked_at = -math.inf
+        """When the requests of the replica were last told of a stall."""
         self.skipped_frames = 0
 
     async def run(self) -> None:
@@ -360,7 +366,8 @@ class TelemetryClient:
         is_stalled = replica.is_stalled
         if is_changed:
             self._on_change()
-        if is_stalled:
+        if is_stalled and replica.heard_at - self._looked_at >= STALL_LOOK_S:
+            self._looked_at = replica.heard_at
             for attempt in list(replica.inflight_attempts):
                 attempt.core_stalled(load.core_step_age_s, health.stall_bound_s)
 

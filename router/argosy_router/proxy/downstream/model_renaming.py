@@ -9,12 +9,15 @@ tool.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import msgspec
 
 from argosy_router.http.server_interface import Client, ClientListener
 from argosy_router.proxy.request.model_names import Renaming
 
+MAX_RENAMED: Final = 16_384
+"""Fields that are renamed in one piece of an answer, which takes some milliseconds: each event has one."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -34,7 +37,7 @@ class RenamingClient:
         self._value = msgspec.json.encode(renaming.client)
 
     def _renamed(self, data: bytes) -> bytes:
-        return self._field.sub(lambda found: found[1] + self._value, data)
+        return self._field.sub(lambda found: found[1] + self._value, data, count=MAX_RENAMED)
 
     def _renamed_answer(self, body: bytes) -> bytes:
         try:

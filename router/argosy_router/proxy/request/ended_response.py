@@ -47,6 +47,9 @@ _RECORD_BEGIN: Final = len(b'{"response":')
 _ITEMS_BEGIN: Final = len(b',"items":[')
 ITEMS_PER_TURN: Final = 8192
 """Of a record, put in their places between two turns of the event loop, in some milliseconds."""
+MAX_RENAMED: Final = 4096
+"""Ids that are replaced in one piece of an answer: each event of its response has one or two. A piece that is full of
+them would take ten times as much memory."""
 TURN_BYTES: Final = 512 << 10
 """Of a response's output, read between two turns."""
 
@@ -244,4 +247,4 @@ class AdoptedAnswer:
             self._other_id = found[1]
         if self._other_id is None or not self.is_foreign:
             return data
-        return data.replace(b'"%b"' % self._other_id, b'"%b"' % self._id)
+        return data.replace(b'"%b"' % self._other_id, b'"%b"' % self._id, MAX_RENAMED)

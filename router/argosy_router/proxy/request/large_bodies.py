@@ -222,6 +222,8 @@ class LargeBodies:
         """The process that reads; None before the first large body, and after a process has ended."""
         self._turns = OwnerTurns(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._conversations: set[asyncio.Future[Any]] = set()
+        """About responses and records."""
         self._is_closed = False
         self._counts = LARGE_BODIES.counter()
 
@@ -283,9 +285,7 @@ class LargeBodies:
                 if self._is_closed:
                     break
                 try:
-                    return await self._converse(
-                        lambda process: process.find_response(answer, is_event, fields)
-                    )
+                    return await self._whole(lambda process: process.find_response(answer, is_event, fields))
                 except Unavailable:
                     self._counts.add(("unavailable",))
         log.error("a large response could not be read, and is not stored")
@@ -304,7 +304,7 @@ class LargeBodies:
         if not takes_long(record):
             return decoded_record(record)
         async with self._turns.turn(owner):
-            parts, output = await self._converse(lambda process: process.find_record(record, has_output))
+            parts, output = await self._whole(lambda process: process.find_record(record, has_output))
         if parts.found is None:
             return decoded_record(record)  # perhaps one of another release, which is written otherwise
         return await read_record(record, parts.found, output)
@@ -336,6 +336,18 @@ class LargeBodies:
                 return None
             reading.has_begun = True
             return await self._converse(lambda process: process.read(endpoint, body, has_state, place))
+
+    async def _whole(self, converse: Callable[[BodyProcess], Awaitable[_Answer]]) -> _Answer:
+        """Have a conversation that goes on to its end when the caller is cancelled, and that is the caller's turn: one
+        that is cut ends the process, and clients that leave would have others wait for a new one."""
+        conversation = asyncio.ensure_future(self._converse(converse))
+        self._conversations.add(conversation)
+        conversation.add_done_callback(self._conversations.discard)
+        try:
+            return await asyncio.shield(conversation)
+        except asyncio.CancelledError:
+            await asyncio.wait([conversation])
+            raise
 
     async def _converse(self, converse: Callable[[BodyProcess], Awaitable[_Answer]]) -> _Answer:
         """Have a conversation with the process, which is started if need be.
@@ -377,3 +389,6 @@ class LargeBodies:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_process()
+        if self._conversations:  # which have failed now, or have started a process
+            await asyncio.wait(self._conversations)
+            await self._end_process()

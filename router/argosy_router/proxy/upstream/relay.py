@@ -15,6 +15,7 @@ from argosy_router.http.sse import (
     MAX_RESPONSE_EVENT_BYTES,
     EventCutter,
     EventTooLarge,
+    Pieces,
     edges,
     without_comments,
     without_token_ids,
@@ -44,6 +45,9 @@ as much as is free."""
 _UNCOUNTED_BYTES: Final = 64 * 1024
 """Of each answer: nearly no event is larger."""
 _SEEN: Final = b"\n"
+_LAST_BYTES: Final = 64 * 1024
+"""Of the events of a read, kept until the next two have come: the usage is in the last ones. An event may have
+megabytes, and a stream goes on for as long as its replica says so."""
 _RESOURCE_BUSY: Final = b'code":"%b"' % str(ResourceUnavailable.default_code).encode()
 """End of a field's name, `code` or `error_code`, and its value."""
 
@@ -58,8 +62,7 @@ class UnaryRelay:
     def __init__(self, held: BodyReservation) -> None:
         """`held` is what is reserved for what is held back; released by the caller when the attempt is over."""
         self._held = held
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._pieces = Pieces()
         self._is_passing = False
         self._finder = UsageFinder()
 
@@ -73,20 +76,19 @@ class UnaryRelay:
         if self._is_passing:
             self._finder.feed(data)
             return data
-        self._size += len(data)
-        self._parts.append(data)
-        if self._size <= MAX_BUFFERED_BYTES and _reserve(self._held, self._size):
+        self._pieces.add(data)
+        if self._pieces.size <= MAX_BUFFERED_BYTES and _reserve(self._held, self._pieces.size):
             return b""
         self._is_passing = True
         return self._release()
 
     def end(self) -> bytes:
         """Note that the response is complete, and return what is left to forward."""
-        return self._release() if self._parts else b""
+        return self._release() if self._pieces.size else b""
 
     def _release(self) -> bytes:
-        held = b"".join(self._parts)
-        self._parts = []
+        held = self._pieces.joined()
+        self._pieces.clear()
         self._held.release()
         self._finder.feed(held)
         return held
@@ -124,7 +126,7 @@ class StreamRelay:
         self._hides_progress = hides_progress
         self._before = b""
         self._last = b""
-        """The events of the last two reads; of a response, which may be long, none but whether there were any."""
+        """The ends of the events of the last two reads; of a response, none but whether there were any."""
         self._response_usage: TokenUsage | None = None
         self._begun: TokenUsage | None = None
         """The usage in `message_start`; None of streams that are not Anthropic's."""
@@ -180,7 +182,7 @@ class StreamRelay:
             self._response_usage = response_end_usage(edges(events)) or self._response_usage
             self._last = _SEEN
         else:
-            self._before, self._last = self._last, events
+            self._before, self._last = self._last, events[-_LAST_BYTES:]
         if transcript is not None:
             events = without_token_ids(events)
         if self._hides_progress:
