@@ -29,13 +29,12 @@ import msgspec
 import numpy as np
 from results import save
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, group_layers
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.messages.collective_rpc import CollectiveRpc
 from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.kv_cache_interface import group_layers
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo

@@ -54,8 +54,8 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Capacity in tokens of full-length requests. With sliding windows it exceeds the number of slots, because
-        requests free the blocks that leave the window. 0 for encoders."""
+        """Capacity in tokens of full-length requests. With windows or chunks it exceeds the number of slots, because
+        requests free the blocks that no later token reads. 0 for encoders."""
         full_length = -(-self.max_model_len // self.block_size) * self.block_size
         if not self.request_blocks and not self.num_states:
             return 0  # an encoder keeps nothing of a request

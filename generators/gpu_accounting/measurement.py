@@ -17,7 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from argosy_engine.attention.kv_cache_spec import SlidingWindowSpec
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
@@ -330,7 +329,7 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int
     kv = 0
     for layer in config.attention_layers:
         token = layer.kv_cache_spec(block_size=1, itemsize=2)
-        seen = min(CONTEXT, token.window) if isinstance(token, SlidingWindowSpec) else CONTEXT
+        seen = CONTEXT - token.first_read(CONTEXT - 1)
         kv += token.page_bytes * (shape.decodes * seen + sum(shape.prompts) + tokens)
     # States are read and written; those of prompts begin with the step.
     states = sum(layer.kv_cache_spec(itemsize=2).page_bytes for layer in config.state_layers)

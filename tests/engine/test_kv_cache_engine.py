@@ -1,4 +1,5 @@
-"""Models with sliding windows through the whole engine: chunked, preempted, and on cached prefixes."""
+"""Models with sliding windows, or attention in chunks, through the whole engine: prompts in several steps, preempted,
+and on cached prefixes."""
 
 from __future__ import annotations
 
@@ -14,14 +15,22 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
+from transformers_checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("gemma3", 2), ("qwen2-window", 2), ("mistral-window", 1)])
-def test_tokens_equal_transformers_when_windows_slide(name: str, num_groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_groups"), [("gemma3", 2), ("qwen2-window", 2), ("mistral-window", 1), ("llama4_text", 4)]
+)
+def test_tokens_equal_transformers_where_blocks_are_given_back(
+    name: str, num_groups: int, tmp_path: Path
+) -> None:
     threads = torch.get_num_threads()
-    model = make_checkpoint(KINDS[name], tmp_path)
+    if name == "llama4_text":
+        model = write_checkpoint(name, tmp_path, attention_chunk_size=20)
+    else:
+        model = make_checkpoint(KINDS[name], tmp_path)
     client = InprocClient(
         EngineArgs.of(
             model=str(tmp_path), dtype="float32", device="cpu", threads=1, block_size=8, max_model_len=128,

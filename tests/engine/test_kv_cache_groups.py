@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
+    block_bytes,
+    check_pages,
+    group_layers,
+    state_bytes,
 )
-from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.kv_cache_groups import make_groups
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.messages.kv_cache_interface import (
-    block_bytes,
-    check_pages,
-    group_layers,
-    peak_blocks,
-    state_bytes,
-)
 from argosy_engine.params.sampling_params import SamplingParams
 
 BLOCK = 4
 FULL, SLIDING = FullAttentionSpec(100), SlidingWindowSpec(100, 6)
+
+
+def windows_and_chunks(least: int, most: int) -> st.SearchStrategy[SlidingWindowSpec | ChunkedAttentionSpec]:
+    return st.builds(
+        lambda kind, size: kind(100, size),
+        st.sampled_from([SlidingWindowSpec, ChunkedAttentionSpec]),
+        st.integers(least, most),
+    )
+
+
+def sees(spec: KVCacheSpec, position: int, key: int) -> bool:
+    """Whether a token attends to another, by the kind's own words."""
+    if isinstance(spec, SlidingWindowSpec):
+        return position - spec.window < key <= position
+    if isinstance(spec, ChunkedAttentionSpec):
+        return key <= position and key // spec.chunk_size == position // spec.chunk_size
+    return key <= position
 
 
 def request(name: str, prompt: list[int]) -> Request:
@@ -79,24 +94,28 @@ def test_states_are_one_group_and_do_not_enlarge_blocks() -> None:
     assert (block_bytes(alone), state_bytes(alone)) == (0, 1000)
 
 
-@given(cached=st.sets(st.integers(0, 11)), length=st.integers(0, 12), window=st.integers(1, 30))
-def test_a_sliding_hit_is_the_longest_prefix_whose_window_is_cached(
-    cached: set[int], length: int, window: int
+@given(cached=st.sets(st.integers(0, 11)), length=st.integers(0, 12), spec=windows_and_chunks(1, 30))
+def test_a_hit_is_the_longest_prefix_of_which_all_is_cached_that_a_token_after_it_reads(
+    cached: set[int], length: int, spec: KVCacheSpec
 ) -> None:
-    pool = BlockPool(40)
-    (_, group) = make_groups([FULL, SlidingWindowSpec(100, window)], BLOCK, 64)
+    kv = KVCacheManager(40, BLOCK, True, specs=[FULL, spec], max_num_batched_tokens=64)
+    pool, group = kv.pool, kv.groups[1]
     hashes = [bytes([index]) for index in range(length)]
     for index in cached:
         (block_id,) = pool.allocate(1)
         pool.register(block_id, group.key(bytes([index])))
-    hit = group.find_hit(pool, hashes)
+    hit = group.find_hit(hashes)
 
-    def can_go_on_from(num_blocks: int) -> bool:
-        positions = range(max(num_blocks * BLOCK - window + 1, 0), num_blocks * BLOCK)
-        return all(position // BLOCK in cached for position in positions)
+    def read_from(num_blocks: int) -> set[int]:
+        """Blocks that a token after so many reads, and the last of them."""
+        end = num_blocks * BLOCK
+        if not num_blocks:
+            return set()
+        read = (key for key in range(end) if sees(spec, end, key) or sees(spec, end + 1, key))
+        return {num_blocks - 1, *(key // BLOCK for key in read)}
 
-    assert len(hit) == max(count for count in range(length + 1) if can_go_on_from(count))
-    read = {position // BLOCK for position in range(max(len(hit) * BLOCK - window + 1, 0), len(hit) * BLOCK)}
+    assert len(hit) == max(count for count in range(length + 1) if read_from(count) <= cached)
+    read = read_from(len(hit))
     for index, block_id in enumerate(hit):
         if index in read:
             assert pool.lookup([group.key(bytes([index]))]) == [block_id]
@@ -118,6 +137,31 @@ def test_blocks_behind_the_window_are_given_back_and_still_found() -> None:
     twin = admit(kv, "b", list(range(24)))
     assert twin.num_computed_tokens == 20
     kv.check([live, twin])
+
+
+def test_blocks_of_earlier_chunks_are_given_back_and_a_hit_at_the_end_of_one_needs_the_last() -> None:
+    kv = KVCacheManager(
+        40, BLOCK, True, specs=[FULL, ChunkedAttentionSpec(100, 10)], max_num_batched_tokens=32
+    )
+    live = admit(kv, "a", list(range(20)))
+    live.num_computed_tokens = 20
+    live.append_output(7)
+    assert [len(added) for added in kv.grow(live, 1) or ()] == [1, 1]
+    assert [bool(block_id) for block_id in live.block_ids[1]] == [False] * 5 + [True]
+    kv.check([live])
+    kv.free(live, 20)
+    group = kv.groups[1]
+    chunked = kv.pool.lookup([group.key(each) for each in live.block_hashes])
+    kv.pool.unregister(chunked[:4])
+
+    def hit(count: int) -> list[list[int]]:
+        return kv.find_cached_prefix(request("b", list(range(count))))
+
+    # Token 20 begins a chunk; token 16 reads from token 10 on, which nothing holds any more.
+    assert hit(21)[1] == [0, 0, 0, 0, chunked[4]]
+    assert hit(20) == [[], []]
+    kv.pool.unregister(chunked)
+    assert hit(21) == [[], []]
 
 
 def test_a_hit_is_as_long_as_the_shortest_of_all_groups() -> None:
@@ -150,17 +194,16 @@ def announced(told: set[int], kv: KVCacheManager) -> set[int]:
 
 @given(
     prompts=st.lists(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=7), min_size=2, max_size=12),
-    window=st.integers(2, 20),
+    spec=windows_and_chunks(2, 20),
     num_blocks=st.integers(24, 40),
     is_alone=st.booleans(),
     step=st.sampled_from([8, 32]),
 )
 def test_what_is_announced_can_be_served(
-    prompts: list[list[int]], window: int, num_blocks: int, is_alone: bool, step: int
+    prompts: list[list[int]], spec: KVCacheSpec, num_blocks: int, is_alone: bool, step: int
 ) -> None:
     """Prompts that share beginnings, in a cache that is too small for all, computed in steps."""
-    sliding = SlidingWindowSpec(100, window)
-    specs: list[KVCacheSpec] = [sliding] if is_alone else [FULL, sliding, sliding]
+    specs: list[KVCacheSpec] = [spec] if is_alone else [FULL, spec, spec]
     kv = KVCacheManager(num_blocks, BLOCK, True, specs=specs, max_num_batched_tokens=step)
     told: set[int] = set()
     lived: dict[int, tuple[list[int], int]] = {}
@@ -192,17 +235,27 @@ def test_what_is_announced_can_be_served(
                 assert chunk_hash in told or not is_served, (seen, length)
 
 
-@given(length=st.integers(1, 200), window=st.integers(1, 64), chunk=st.integers(1, 64))
-def test_no_request_holds_more_than_its_peak(length: int, window: int, chunk: int) -> None:
-    spec = SlidingWindowSpec(100, window)
-    kv = KVCacheManager(200, BLOCK, False, specs=[spec], max_num_batched_tokens=chunk)
-    live = request("a", [1] * length)
-    first = min(chunk, length)
-    assert kv.admit(live, [[]], first, apply_watermark=False)
-    live.num_computed_tokens, most = first, 0
+@given(
+    length=st.integers(1, 200),
+    spec=windows_and_chunks(1, 64),
+    budget=st.integers(1, 64),
+    steps=st.lists(st.integers(1, 64), min_size=1, max_size=4),
+)
+@example(length=60, spec=ChunkedAttentionSpec(100, 11), budget=8, steps=[8, 8, 5, 8, 4])
+def test_a_request_holds_no_more_than_its_peak_and_what_it_may_still_take_is_reserved(
+    length: int, spec: KVCacheSpec, budget: int, steps: list[int]
+) -> None:
+    kv = KVCacheManager(200, BLOCK, False, specs=[spec], max_num_batched_tokens=budget)
+    live, counts = request("a", [1] * length), cycle(steps)
+    peak = spec.peak_blocks(length, BLOCK, budget)
     while live.num_computed_tokens < length:
-        count = min(chunk, length - live.num_computed_tokens)
-        assert kv.grow(live, count) is not None
+        count = min(next(counts), budget, length - live.num_computed_tokens)
+        if live.block_ids:
+            assert kv.grow(live, count) is not None
+        else:
+            assert kv.admit(live, [[]], count, apply_watermark=False)
         live.num_computed_tokens += count
-        most = max(most, 199 - kv.pool.num_free_blocks)
-    assert most <= peak_blocks(spec, length, BLOCK, chunk)
+        (block_ids,) = live.block_ids
+        held = len(block_ids) - block_ids.count(0)
+        assert held == 199 - kv.pool.num_free_blocks <= peak
+        assert kv.pool.num_reserved_blocks == min(-(-length // BLOCK) - len(block_ids), peak - held)

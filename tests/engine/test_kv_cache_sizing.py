@@ -18,14 +18,18 @@ from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention import WORKSPACE_BYTES
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, RecurrentStateSpec
+from argosy_engine.attention.kv_cache_spec import (
+    FullAttentionSpec,
+    RecurrentStateSpec,
+    block_bytes,
+    group_layers,
+)
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
-from argosy_engine.messages.kv_cache_interface import block_bytes, group_layers
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory

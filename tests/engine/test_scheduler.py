@@ -9,7 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.sched.scheduler import MAX_PREEMPTIONS_FOR_SLOTS, Scheduler
@@ -165,7 +170,9 @@ def test_the_newest_request_is_preempted_and_still_finishes() -> None:
     assert {name: len(ids) for name, ids in tokens.items()} == {"a": 12, "b": 12}
 
 
-@pytest.mark.parametrize("spec", [FullAttentionSpec(0), SlidingWindowSpec(0, 48)])
+@pytest.mark.parametrize(
+    "spec", [FullAttentionSpec(0), SlidingWindowSpec(0, 48), ChunkedAttentionSpec(0, 120)], ids=str
+)
 @pytest.mark.parametrize("threshold", [0, 16, 24])
 def test_prompts_in_chunks_are_admitted_only_beside_what_those_before_them_still_take(
     threshold: int, spec: KVCacheSpec
@@ -186,7 +193,7 @@ def test_prompts_in_chunks_are_admitted_only_beside_what_those_before_them_still
         num_computed += run_step(scheduler)[0].total_num_scheduled_tokens
         scheduler.check()
     assert (scheduler.num_preemptions, num_computed) == (0, 4 * 241)
-    assert kv.num_reserved_blocks == 0
+    assert kv.pool.num_reserved_blocks == 0
 
 
 def test_blocks_reserved_for_a_request_that_ends_early_are_free_again() -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
@@ -33,6 +34,7 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (FullAttentionSpec(0),),
     "sliding": (SlidingWindowSpec(0, 6),),
     "hybrid": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), SlidingWindowSpec(0, 13)),
+    "chunked": (FullAttentionSpec(0), ChunkedAttentionSpec(0, 8), ChunkedAttentionSpec(0, 10)),
     "recurrent": (FullAttentionSpec(0), RecurrentStateSpec(0)),
     "recurrent, sliding": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), RecurrentStateSpec(0)),
     "recurrent alone": (RecurrentStateSpec(0),),

@@ -24,7 +24,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 from argosy_engine.native import build, library
 from argosy_engine.native.library import Kernels
 from argosy_engine.params.sampling_params import SamplingParams
-from attention_cases import Case, Span, random_case
+from attention_cases import Case, Shape, Span, make_case, random_case
 from random_checkpoints import KINDS, make_checkpoint
 
 POISONS = (math.nan, math.inf, -math.inf)
@@ -48,9 +48,17 @@ def test_no_kernel_reads_what_is_not_the_requests_own(backend: str, dtype: str) 
             assert torch.equal(clean, poisoned), f"{poison} in {case.shape} {case.spans}"
 
 
+@pytest.mark.parametrize("backend", ["torch", *HERE])
+@pytest.mark.parametrize("chunk_size", [16, 70])
+def test_no_kernel_reads_blocks_of_earlier_chunks(backend: str, chunk_size: int) -> None:
+    shape = Shape(4, 2, 32, 16, None, None, chunk_size, has_sinks=False)
+    case = make_case(random.Random(3), torch.float32, shape, [(100, 101), (17, 40), (75, 230), (300, 330)])
+    assert torch.equal(attend(backend, case, 0.0), attend(backend, case, math.nan))
+
+
 def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
     """The case's step over a cache that is full of `poison` wherever a later owner may have written: beyond the tokens
-    of a request, in blocks behind its window, in blocks of others and in the null block."""
+    of a request, in blocks behind its window or chunk, in blocks of others and in the null block."""
     shape, rows = case.shape, list(range(len(case.spans)))
     cache = torch.full_like(case.empty_cache(), poison)
     dtype = cache.dtype
@@ -68,9 +76,9 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
         if start:
             run([row], [(0, start)])
     for row, (start, _) in enumerate(case.spans):
-        if shape.sliding_window is not None:
-            num_behind = max(start - shape.sliding_window + 1, 0) // shape.block_size
-            cache[:, case.tables[row, :num_behind]] = poison  # given back, and another request's by now
+        # Blocks that are given back, and another request's by now.
+        num_behind = shape.params.kv_cache_spec(shape.block_size, 4).num_skipped(start, shape.block_size)
+        cache[:, case.tables[row, :num_behind]] = poison
     return run(rows, case.spans)
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
 from argosy_engine.core.sched.scheduler import Scheduler
@@ -19,6 +24,7 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (FullAttentionSpec(0),),
     "sliding": (SlidingWindowSpec(0, 8),),
     "sliding first": (SlidingWindowSpec(0, 8), FullAttentionSpec(0)),
+    "chunked first": (ChunkedAttentionSpec(0, 8), FullAttentionSpec(0)),
 }
 
 

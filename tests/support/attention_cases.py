@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from argosy_engine.attention.backend import AttentionWeights
-from argosy_engine.attention.kv_cache_spec import RecurrentStateSpec
 from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.registry import CausalLM
@@ -93,8 +92,7 @@ def sequence_inputs(
     end = start + len(token_ids)
     metas = []
     for index, group in enumerate(groups):
-        has_states = isinstance(group.spec, RecurrentStateSpec)
-        table = torch.ones(count) if has_states else torch.arange(count) + count * index
+        table = torch.ones(count) if group.spec.is_state else torch.arange(count) + count * index
         metas.append(attention_metadata([(start, end)], table.int().unsqueeze(0), block_size))
     return ModelInputs(
         token_ids=torch.tensor(token_ids), positions=torch.arange(start, end), meta=with_groups(metas)
@@ -190,6 +188,11 @@ def random_case(rng: random.Random, dtype: torch.dtype) -> Case:
         start = rng.choice((0, 1, 15, 16, 100, 300))
         spans.append((start, start + rng.choice((1, 1, 1, 2, 30, 150))))
     spans.sort(key=lambda span: span[1] - span[0] > 1)
+    return make_case(rng, dtype, shape, spans)
+
+
+def make_case(rng: random.Random, dtype: torch.dtype, shape: Shape, spans: list[Span]) -> Case:
+    """Draw a batch; spans of one token come first."""
     needed = [-(-end // shape.block_size) for _, end in spans]
     num_blocks = sum(needed) + 3
     blocks = rng.sample(range(1, num_blocks), sum(needed))

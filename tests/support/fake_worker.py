@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
@@ -146,6 +147,8 @@ class FakeWorker:
             first = 0
             if isinstance(spec, SlidingWindowSpec):
                 first = max(row.num_computed - spec.window + 1, 0)
+            elif isinstance(spec, ChunkedAttentionSpec):
+                first = row.num_computed - row.num_computed % spec.chunk_size
             elif isinstance(spec, RecurrentStateSpec):
                 continue
             for position in range(first, end):

@@ -37,7 +37,7 @@ from argosy_engine.model_configs.quantization_config import (
     no_fp8_product,
 )
 from argosy_engine.model_configs.sharding import check_tensor_parallel
-from argosy_engine.model_configs.stage import check_pipeline_parallel
+from argosy_engine.model_configs.stage import check_pipeline_parallel, largest_stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import load_model_config
@@ -200,7 +200,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
                 1 if args.has_fp8_kv_cache else itemsize,
                 args.block_size,
                 ranks,
-                stages,
+                largest_stage(len(config.attention_layers), stages),
                 state_itemsize=itemsize,
             ),
             weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),

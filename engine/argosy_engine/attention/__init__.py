@@ -1,7 +1,7 @@
 """Attention over the paged KV cache.
 
     params           constants of one layer's attention, known from config.json; no torch
-    kv_cache_spec    what a layer keeps in a block of the KV cache; no torch
+    kv_cache_spec    what a layer keeps in the KV cache, and which blocks that takes; no torch
     selector         registry of backends, and the choice between them; no torch
     backend          what a backend is
     layer            Attention, the module that every model uses

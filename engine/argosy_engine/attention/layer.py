@@ -14,11 +14,39 @@ from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec
 from argosy_engine.attention.latent import LatentAttentionImpl, LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, StateParams
+from argosy_engine.attention.params import AttentionParams, LatentAttentionParams, LayerParams, StateParams
 from argosy_engine.quantized_rows import Activations
 
 
-class Attention:
+class AttentionLayer:
+    """A layer that keeps something of every token in the KV cache.
+
+    Attributes:
+        kv_cache: in the shape that the params say (`kv_cache_shape`), once it is bound.
+        group: index of its KV cache group.
+    """
+
+    params: LayerParams
+    kv_cache: torch.Tensor
+    group = 0
+
+    def __init__(self, kv_cache_dtype: torch.dtype) -> None:
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
+        """Let the layer use this cache, whose slots are those of this KV cache group."""
+        self.kv_cache, self.group = kv_cache, group
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Return what the layer keeps in a block of `block_size` tokens."""
+        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the layer's cache, of `kv_cache_dtype`."""
+        return self.params.kv_cache_shape(num_blocks, block_size)
+
+
+class Attention(AttentionLayer):
     """Norm of q and k heads, rotary embedding, KV cache write and attention of one layer."""
 
     def __init__(
@@ -27,17 +55,9 @@ class Attention:
         backend: AttentionBackend,
         weights: AttentionWeights = AttentionWeights(),  # noqa: B008 (immutable)
     ) -> None:
-        self.params = params
-        self.kv_cache_dtype = backend.kv_cache_dtype
+        super().__init__(backend.kv_cache_dtype)
+        self.params: AttentionParams = params
         self.impl = backend.attention(params, weights)
-        self.kv_cache: torch.Tensor
-        """[2, num_blocks, block_size, num_kv_heads, head_dim], once it is bound."""
-        self.group = 0
-        """Index of its KV cache group."""
-
-    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
-        """Let the layer keep keys and values in this cache, whose slots are those of this KV cache group."""
-        self.kv_cache, self.group = kv_cache, group
 
     def __call__(self, qkv: torch.Tensor, meta: AttentionMetadata) -> Activations:
         """Write keys and values to the cache and compute attention, [T, num_heads * head_dim].
@@ -50,34 +70,18 @@ class Attention:
         """
         return self.impl(qkv, self.kv_cache, meta.of_group(self.group))
 
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Return what the layer keeps in a block of `block_size` tokens."""
-        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
-        return 2, num_blocks, block_size, self.params.num_kv_heads, self.params.head_dim
-
-
-class LatentAttention:
+class LatentAttention(AttentionLayer):
     """Norm of the latents, rotary embedding, cache write and attention of one layer."""
 
     def __init__(
         self, params: LatentAttentionParams, backend: AttentionBackend, weights: LatentWeights
     ) -> None:
-        self.params = params
-        self.kv_cache_dtype = backend.kv_cache_dtype
+        super().__init__(backend.kv_cache_dtype)
+        self.params: LatentAttentionParams = params
         impl = backend.latent_attention(params, weights)
         assert impl is not None, "select_backend found that the backend computes latent attention"
         self.impl: LatentAttentionImpl = impl
-        self.kv_cache: torch.Tensor
-        """[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], once it is bound."""
-        self.group = 0
-        """Index of its KV cache group."""
-
-    def bind(self, kv_cache: torch.Tensor, group: int = 0) -> None:
-        """Let the layer keep latents in this cache, whose slots are those of this KV cache group."""
-        self.kv_cache, self.group = kv_cache, group
 
     def __call__(self, q: torch.Tensor, compressed: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Write the latents and rotated keys to the cache and compute attention, [T, num_heads * v_head_dim].
@@ -89,18 +93,6 @@ class LatentAttention:
             meta: of the step.
         """
         return self.impl(q, compressed, self.kv_cache, meta.of_group(self.group))
-
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Return what the layer keeps in a block of `block_size` tokens."""
-        return self.params.kv_cache_spec(block_size, self.kv_cache_dtype.itemsize)
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of the layer's cache, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
-        return num_blocks, block_size, self.params.cached_dim
-
-
-AttentionLayer = Attention | LatentAttention
-"""A layer that keeps something of every token."""
 
 
 class StateRows(NamedTuple):

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.attention.kv_cache_spec import (
+    ChunkedAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,
@@ -45,16 +46,22 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
             num_kv_heads=max(self.num_kv_heads // tensor_parallel_size, 1),
         )
 
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the layer's KV cache, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+        return 2, num_blocks, block_size, self.num_kv_heads, self.head_dim
+
     def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
         """Return what the layer keeps in a block of `block_size` tokens.
 
         Args:
             itemsize: bytes per element of a key or value.
         """
-        page_bytes = 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
-        if self.sliding_window is None:
-            return FullAttentionSpec(page_bytes)
-        return SlidingWindowSpec(page_bytes, self.sliding_window)
+        page_bytes = prod(self.kv_cache_shape(1, block_size)) * itemsize
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(page_bytes, self.sliding_window)
+        if self.chunk_size is not None:
+            return ChunkedAttentionSpec(page_bytes, self.chunk_size)
+        return FullAttentionSpec(page_bytes)
 
 
 class LatentAttentionParams(Struct, frozen=True, kw_only=True):
@@ -112,13 +119,17 @@ class LatentAttentionParams(Struct, frozen=True, kw_only=True):
         a latent."""
         return msgspec.structs.replace(self, num_heads=self.num_heads // tensor_parallel_size)
 
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the layer's cache, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        return num_blocks, block_size, self.cached_dim
+
     def kv_cache_spec(self, block_size: int, itemsize: int) -> KVCacheSpec:
         """Return what the layer keeps in a block of `block_size` tokens.
 
         Args:
             itemsize: bytes per element of a latent.
         """
-        return FullAttentionSpec(block_size * self.cached_dim * itemsize)
+        return FullAttentionSpec(prod(self.kv_cache_shape(1, block_size)) * itemsize)
 
 
 LayerParams = AttentionParams | LatentAttentionParams

@@ -76,6 +76,7 @@ class TorchAttention:
         self.sliding_window = params.sliding_window
         self.logit_softcap = params.logit_softcap
         self.chunk_size = params.chunk_size
+        self._first_read = params.kv_cache_spec(block_size=1, itemsize=1).first_read
         self._sinks = weights.sinks
         self._split = [params.num_heads, params.num_kv_heads, params.num_kv_heads]
         self._weights = weights
@@ -157,8 +158,8 @@ class TorchAttention:
         self, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
     ) -> torch.Tensor:
         block_size, num_new = kv_cache.shape[2], len(q)
-        # Gather only tokens inside the window: blocks that left it may belong to other requests by now.
-        first = 0 if self.sliding_window is None else max(seq_len - num_new - self.sliding_window + 1, 0)
+        # Gather only tokens inside window or chunk: blocks that left it may belong to other requests by now.
+        first = self._first_read(seq_len - num_new)
         first_block = first // block_size
         blocks = table[first_block : -(-seq_len // block_size)]
         shape = (-1, self.num_kv_heads, self.head_dim)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from argosy_engine.checkpoint.weights import Weights
-from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_kernels import GatedActivation
 from argosy_engine.layers.linear import LinearSpec, ordered
@@ -29,6 +28,7 @@ from argosy_engine.layers.linear_method import (
     take_expert,
     take_fused,
     take_stacked,
+    unsupported_experts,
 )
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
@@ -93,7 +93,7 @@ class Fp8Linear:
         return self(x)
 
 
-class Fp8LinearMethod:
+class Fp8LinearMethod(UnquantizedLinearMethod):
     """Reads FP8 weights of a checkpoint.
 
     Args:
@@ -102,13 +102,13 @@ class Fp8LinearMethod:
     """
 
     def __init__(self, config: QuantizationConfig, quantize: QuantizeRows | None) -> None:
+        super().__init__()
         self._config = config
         self._quantize = quantize
-        self._plain = UnquantizedLinearMethod()
 
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
-        if not self._is_quantised(tuple(spec.parts)):
-            return self._plain.load(weights, spec)
+        if not self._config.quantises_all(tuple(spec.parts)):
+            return super().load(weights, spec)
         weight, scale, bias = self._take(weights, spec)
         input_scale = self._input_scale(weights, tuple(spec.parts))
         if self._quantize is None or not is_aligned(weight):
@@ -118,8 +118,8 @@ class Fp8LinearMethod:
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation
     ) -> GatedLinearKernel:
-        if not self._is_quantised(tuple(spec.parts)):
-            return self._plain.load_gated(weights, spec, activation)
+        if not self._config.quantises_all(tuple(spec.parts)):
+            return super().load_gated(weights, spec, activation)
         if self._quantize is not None:
             return SplitGatedLinear(self.load(weights, spec), activation)
         weight, scale, bias = self._take(weights, spec)
@@ -128,17 +128,14 @@ class Fp8LinearMethod:
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         if spec.names.stacked is not None:
-            if self._is_quantised(tuple(map(spec.stacked, spec.names.stacked))):
-                raise ConfigError(
-                    f"the experts of {spec.prefix} are stored stacked and in FP8, which is not supported; take a "
-                    "checkpoint with unquantised experts"
-                )
-            return self._plain.load_experts(weights, spec)
+            if self._config.quantises_all(tuple(map(spec.stacked, spec.names.stacked))):
+                raise unsupported_experts(spec, "stored stacked and in FP8")
+            return super().load_experts(weights, spec)
         names = tuple(
             spec.projection(index, name) for index in range(spec.num_experts) for name in EXPERT_LAYERS
         )
-        if not self._is_quantised(names):
-            return self._plain.load_experts(weights, spec)
+        if not self._config.quantises_all(names):
+            return super().load_experts(weights, spec)
         stacked = StackedExperts.empty(spec, FP8 if self._quantize else weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, scale in stacked.places(place):
@@ -155,23 +152,11 @@ class Fp8LinearMethod:
         return stacked
 
     def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        if not self._is_quantised(tuple(spec.parts)):
-            return self._plain.take_weight(weights, spec)
+        if not self._config.quantises_all(tuple(spec.parts)):
+            return super().take_weight(weights, spec)
         weight, scale, _ = self._take(weights, spec)
         self._input_scale(weights, tuple(spec.parts))
         return widened(weight, scale, weights.dtype)
-
-    def tie(self, embedding: torch.Tensor) -> LinearKernel:
-        return self._plain.tie(embedding)
-
-    def _is_quantised(self, names: tuple[str, ...]) -> bool:
-        found = {self._config.quantises(name) for name in names}
-        if len(found) > 1:
-            raise ConfigError(
-                f"some of {', '.join(names[:3])} are quantised and some are not; they are computed together, so "
-                "quantise all of them or none"
-            )
-        return found.pop()
 
     def _take(
         self, weights: Weights, spec: LinearSpec
@@ -202,15 +187,15 @@ class Fp8LinearMethod:
         return torch.stack(scales).amax(dim=0)
 
 
-class OnlineFp8LinearMethod:
+class OnlineFp8LinearMethod(UnquantizedLinearMethod):
     """Quantises unquantised weights as they are loaded, with a scale per output channel.
 
     Layers whose spec keeps their precision are left as they are.
     """
 
     def __init__(self, quantize: QuantizeRows) -> None:
+        super().__init__()
         self._quantize = quantize
-        self._plain = UnquantizedLinearMethod()
 
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
         weight, bias = take_fused(weights, spec), take_bias(weights, spec)
@@ -245,12 +230,6 @@ class OnlineFp8LinearMethod:
                 part.copy_(values)
                 scale.copy_(scales)
         return stacked
-
-    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        return self._plain.take_weight(weights, spec)
-
-    def tie(self, embedding: torch.Tensor) -> LinearKernel:
-        return self._plain.tie(embedding)
 
 
 def widened(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from argosy_engine.checkpoint.weights import Weights
+from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_kernels import GatedActivation
 from argosy_engine.layers.linear import LinearSpec, ordered
@@ -88,6 +89,13 @@ class UnquantizedLinearMethod:
 
     def tie(self, embedding: torch.Tensor) -> LinearKernel:
         return linear_kernel(embedding, is_traceable=self._is_traceable)
+
+
+def unsupported_experts(spec: ExpertsSpec, stored: str) -> ConfigError:
+    """Return the error for experts that a method cannot take as they are stored."""
+    return ConfigError(
+        f"the experts of {spec.prefix} are {stored}, which is not supported; take a checkpoint with unquantised experts"
+    )
 
 
 def take_expert(

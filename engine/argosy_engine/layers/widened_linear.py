@@ -21,7 +21,13 @@ from argosy_engine.layers.linear_kernels import (
     gated_linear_kernel,
     linear_kernel,
 )
-from argosy_engine.layers.linear_method import UnquantizedLinearMethod, fuse, take_bias, take_stacked
+from argosy_engine.layers.linear_method import (
+    UnquantizedLinearMethod,
+    fuse,
+    take_bias,
+    take_stacked,
+    unsupported_experts,
+)
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.sharding import Shard
 
@@ -34,36 +40,33 @@ _MX_BLOCK = 32
 """Numbers that share a scale, 2 ** (scale - 127)."""
 
 
-class BlockFp8LinearMethod:
+class BlockFp8LinearMethod(UnquantizedLinearMethod):
     """FP8 weights with a scale per block of rows and columns.
 
     Layers whose spec keeps their precision, and those that the config names, are as the checkpoint has them.
     """
 
     def __init__(self, config: QuantizationConfig) -> None:
+        super().__init__()
         assert config.block is not None
         self._config, self._block = config, config.block
         self._suffix = ".weight_scale_inv" if config.method == "fp8" else ".weight_scale"
-        self._plain = UnquantizedLinearMethod()
 
     def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
         if not self._is_quantised(spec):
-            return self._plain.load(weights, spec)
+            return super().load(weights, spec)
         return linear_kernel(self._take(weights, spec), take_bias(weights, spec))
 
     def load_gated(
         self, weights: Weights, spec: LinearSpec, activation: GatedActivation
     ) -> GatedLinearKernel:
         if not self._is_quantised(spec):
-            return self._plain.load_gated(weights, spec, activation)
+            return super().load_gated(weights, spec, activation)
         return gated_linear_kernel(self._take(weights, spec), take_bias(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         if spec.names.stacked is not None:
-            raise ConfigError(
-                f"the experts of {spec.prefix} are stored stacked and in FP8, which is not supported; take a "
-                "checkpoint with unquantised experts"
-            )
+            raise unsupported_experts(spec, "stored stacked and in FP8")
         stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, _ in stacked.places(place):
@@ -72,21 +75,10 @@ class BlockFp8LinearMethod:
         return stacked
 
     def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        return (
-            self._take(weights, spec) if self._is_quantised(spec) else self._plain.take_weight(weights, spec)
-        )
-
-    def tie(self, embedding: torch.Tensor) -> LinearKernel:
-        return self._plain.tie(embedding)
+        return self._take(weights, spec) if self._is_quantised(spec) else super().take_weight(weights, spec)
 
     def _is_quantised(self, spec: LinearSpec) -> bool:
-        found = {not spec.keeps_precision and self._config.quantises(name) for name in spec.parts}
-        if len(found) > 1:
-            raise ConfigError(
-                f"some of {', '.join(list(spec.parts)[:3])} are quantised and some are not; they are computed "
-                "together, so quantise all of them or none"
-            )
-        return found.pop()
+        return not spec.keeps_precision and self._config.quantises_all(tuple(spec.parts))
 
     def _take(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
         """Take the weight [out, in]."""
@@ -116,33 +108,13 @@ class BlockFp8LinearMethod:
         )
 
 
-class Mxfp4LinearMethod:
+class Mxfp4LinearMethod(UnquantizedLinearMethod):
     """Experts in MXFP4, stored stacked; all else is unquantised."""
-
-    def __init__(self) -> None:
-        self._plain = UnquantizedLinearMethod()
-
-    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
-        return self._plain.load(weights, spec)
-
-    def load_gated(
-        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
-    ) -> GatedLinearKernel:
-        return self._plain.load_gated(weights, spec, activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         if spec.names.stacked is None:
-            raise ConfigError(
-                f"the experts of {spec.prefix} are in MXFP4 and stored one by one, which is not supported; take a "
-                "checkpoint with unquantised experts"
-            )
+            raise unsupported_experts(spec, "in MXFP4 and stored one by one")
         return take_stacked(weights, spec, take_mxfp4)
-
-    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        return self._plain.take_weight(weights, spec)
-
-    def tie(self, embedding: torch.Tensor) -> LinearKernel:
-        return self._plain.tie(embedding)
 
 
 def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None) -> torch.Tensor:

@@ -5,7 +5,6 @@ handshake            client <-> core's process, while it starts
 scheduler_output     core -> worker: a scheduled step
 model_runner_output  worker -> core: what the step has sampled
 worker_info          worker -> core: model, device and memory
-kv_cache_interface   what layers keep per token, and how they share blocks
 collective_rpc       client -> core -> worker: a call of a method of every worker
 sleep_levels         client -> core: how deep to sleep
 """

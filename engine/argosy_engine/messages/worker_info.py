@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup
+from argosy_engine.attention.kv_cache_spec import KVCacheGroup
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.resolved_config import MemoryBudget
 

@@ -2,6 +2,7 @@
 
     model_config           what all families have
     llama_config           Llama and what differs from it by its config
+    llama_families         what config.json says of each of these
     layer_norm_config      Cohere, Cohere 2, StarCoder 2
     experts_config         mixtures of experts
     qwen3_next_config      Qwen3-Next and Qwen3.5

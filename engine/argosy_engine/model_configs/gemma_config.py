@@ -52,10 +52,6 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
         layers = layer_count(raw)
         # Every sixth layer of Gemma 3 is global, and every second one of Gemma 2.
         period = raw.get("sliding_window_pattern", 6) if is_gemma3 else 2
-        kinds = [
-            "full_attention" if index % period == period - 1 else "sliding_attention"
-            for index in range(layers)
-        ]
         positions = raw.get("max_position_embeddings", 8192)
         rope_global, rope_local = _rope(raw, is_gemma3, positions)
         return {
@@ -68,7 +64,9 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
             "head_dim": raw.get("head_dim", 256),
             "max_position_embeddings": positions,
             "tie_word_embeddings": raw.get("tie_word_embeddings", True),
-            "sliding_windows": sliding_windows_of(raw, raw.get("sliding_window", 4096), kinds),
+            "sliding_windows": sliding_windows_of(
+                raw, raw.get("sliding_window", 4096), lambda index: index % period != period - 1
+            ),
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
             "rope_global": rope_global,
             "rope_local": rope_local,

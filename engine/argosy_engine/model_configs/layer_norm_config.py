@@ -57,10 +57,7 @@ def _cohere(raw: RawConfig) -> dict[str, Any]:
 
 def _cohere2(raw: RawConfig) -> dict[str, Any]:
     every = raw.get("sliding_window_pattern", 4)
-    kinds = [
-        "sliding_attention" if (index + 1) % every else "full_attention" for index in range(layer_count(raw))
-    ]
-    windows = sliding_windows_of(raw, raw.get("sliding_window", 4096), kinds)
+    windows = sliding_windows_of(raw, raw.get("sliding_window", 4096), lambda index: (index + 1) % every)
     return {
         **_cohere(raw),
         "qk_norm": None,

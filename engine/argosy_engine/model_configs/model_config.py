@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -221,14 +221,21 @@ def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
     return bool(value)
 
 
-def sliding_windows_of(raw: RawConfig, window: Any, default: list[str]) -> tuple[Any, ...]:
-    """Return each layer's window, from the config's `layer_types` or else the family's `default`.
+def sliding_windows_of(
+    raw: RawConfig, window: Any, is_sliding: Callable[[int], object] = lambda index: False
+) -> tuple[Any, ...]:
+    """Return each layer's window, from the config's `layer_types` or else by the family's default.
+
+    Args:
+        is_sliding: whether a layer has one by default.
 
     Raises:
         ConfigError: a layer type is neither full nor sliding attention, or is sliding without a window.
     """
     windows = []
-    for kind in raw.get("layer_types") or default:
+    for kind in raw.get("layer_types") or [
+        "sliding_attention" if is_sliding(index) else "full_attention" for index in range(layer_count(raw))
+    ]:
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(
                 f"layer type {kind!r} is not supported, only full_attention and sliding_attention"

@@ -62,6 +62,20 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
             return False
         return not any(glob.match(module) for glob in self._globs for module in _modules(layer))
 
+    def quantises_all(self, layers: Sequence[str]) -> bool:
+        """Whether linear layers that are computed together are quantised.
+
+        Raises:
+            ConfigError: some are and some are not.
+        """
+        found = {self.quantises(layer) for layer in layers}
+        if len(found) > 1:
+            raise ConfigError(
+                f"some of {', '.join(layers[:3])} are quantised and some are not; they are computed together, so "
+                "quantise all of them or none"
+            )
+        return found.pop()
+
     @property
     def is_widened(self) -> bool:
         """Whether weights are widened on every device as they are loaded."""

@@ -10,7 +10,8 @@ from msgspec import Meta
 from argosy_engine.attention.params import AttentionParams, DeltaNetParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
-from argosy_engine.model_configs.llama_config import LlamaConfig, qwen_sparse
+from argosy_engine.model_configs.llama_config import LlamaConfig
+from argosy_engine.model_configs.llama_families import qwen_sparse
 from argosy_engine.model_configs.model_config import RawConfig, layer_count
 
 _Heads = Annotated[int, Meta(ge=1, le=4096)]

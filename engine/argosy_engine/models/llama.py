@@ -1,4 +1,4 @@
-"""Llama, and the decoders that differ from it by their configs (`llama_config` lists them).
+"""Llama, and the decoders that differ from it by their configs (`llama_families` lists them).
 
 The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
 fused (q, k, v; gate, up), so a layer takes four matrix products.

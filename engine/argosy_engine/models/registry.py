@@ -94,7 +94,7 @@ _LLAMAS = (
     *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
     *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen"),
 )
-"""Decoders of `llama_config`."""
+"""Decoders of `llama_families`."""
 _DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 """Those of `deepseek_config`."""
 

@@ -12,21 +12,20 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from argosy_engine.attention import WORKSPACE_BYTES
-from argosy_engine.attention.params import DeltaNetParams, MambaParams
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.config import EngineArgs
-from argosy_engine.device_defaults import memory_utilization
-from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.messages.kv_cache_interface import (
+from argosy_engine.attention.kv_cache_spec import (
     KVCacheGroup,
     attention_groups,
     block_bytes,
     check_pages,
     group_layers,
     groups_of_layers,
-    peak_blocks,
     state_bytes,
 )
+from argosy_engine.attention.params import DeltaNetParams, MambaParams
+from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.config import EngineArgs
+from argosy_engine.device_defaults import memory_utilization
+from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
@@ -51,29 +50,25 @@ def planned_groups(
     itemsize: int,
     block_size: int,
     tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
+    own: range | None = None,
     state_itemsize: int | None = None,
 ) -> tuple[KVCacheGroup, ...]:
-    """Return the KV cache groups of a model that is not built, on one rank, which its config determines.
+    """Return a model's KV cache groups on one tensor-parallel rank, which its config determines.
 
     Args:
         itemsize: bytes per element of a key or value.
+        own: indices of a pipeline stage's layers, which the groups have then (`groups_of_layers`); None: all.
         state_itemsize: of the model's dtype, in which states are kept; None: the same.
     """
-    state_itemsize = state_itemsize or itemsize
     layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
+    states = [layer.of_rank(tensor_parallel_size) for layer in config.state_layers]
     groups = group_layers(
         [
             *(layer.kv_cache_spec(block_size, itemsize) for layer in layers),
-            *(
-                layer.of_rank(tensor_parallel_size).kv_cache_spec(state_itemsize)
-                for layer in config.state_layers
-            ),
+            *(layer.kv_cache_spec(state_itemsize or itemsize) for layer in states),
         ]
     )
-    if pipeline_parallel_size == 1:
-        return groups
-    return groups_of_layers(groups, largest_stage(len(layers), pipeline_parallel_size))
+    return groups if own is None else groups_of_layers(groups, own)
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
@@ -361,7 +356,7 @@ def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
 def request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, args: EngineArgs) -> int:
     """Return the most blocks that one request of `num_tokens` holds, over all groups."""
     return sum(
-        peak_blocks(group.spec, num_tokens, args.block_size, args.max_num_batched_tokens) for group in groups
+        group.spec.peak_blocks(num_tokens, args.block_size, args.max_num_batched_tokens) for group in groups
     )
 
 

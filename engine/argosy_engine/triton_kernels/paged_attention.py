@@ -74,7 +74,7 @@ def paged_attention(
         query_start_loc: int32 [R + 1], index of each request's first query in q, and the end of the last one.
         seq_lens: int32 [R], tokens of each request including its queries.
         block_table: int32 [R, max_blocks], block ids of each request; entries that its tokens do not reach, or that
-            left the window, are not read.
+            are behind window or chunk, are not read.
         max_query_len: upper bound on the queries of a request. A request with more gets a wrong result.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.

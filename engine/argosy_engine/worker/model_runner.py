@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from argosy_engine.attention.kv_cache_spec import KVCacheGroup
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.model_configs.model_config import ModelConfig

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from argosy_engine.attention.kv_cache_spec import KVCacheGroup
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
 from argosy_engine.attention.self_test import working_backend
 from argosy_engine.checkpoint.fingerprint import fingerprint
@@ -28,7 +29,6 @@ from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.layers.layer_self_test import layer_self_test
 from argosy_engine.layers.quantization import has_fp8_products
 from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.messages.kv_cache_interface import KVCacheGroup
 from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 from argosy_engine.messages.scheduler_output import SchedulerOutput
 from argosy_engine.messages.worker_info import WorkerInfo
@@ -49,12 +49,12 @@ from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
     plan_memory,
+    planned_groups,
     request_blocks,
     wanted_model_len,
 )
 from argosy_engine.worker.compilation import LayerCompilation, start_compilation
 from argosy_engine.worker.cuda_graphs import graph_sizes
-from argosy_engine.worker.kv_cache import stage_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
@@ -241,7 +241,7 @@ class Worker:
                     self._graph_sizes(),
                 )
         with self._phase("kv cache"):
-            groups = self._groups(loaded.model)
+            groups = self._groups()
             budget = plan_memory(
                 args,
                 config,
@@ -390,10 +390,17 @@ class Worker:
     def _stage(self) -> Stage:
         return Stage(self._parallel.pipeline.rank, self._parallel.pipeline.size)
 
-    def _groups(self, model: CausalLM) -> tuple[KVCacheGroup, ...]:
+    def _groups(self) -> tuple[KVCacheGroup, ...]:
         """Return the KV cache groups, which are the same on every worker but for the layers in them."""
-        layers = [layer.of_rank(self._parallel.tensor.size) for layer in self._config.attention_layers]
-        return stage_groups(model, self.args.block_size, layers, self._stage.layers(len(layers)))
+        itemsize = self._dtype.itemsize
+        return planned_groups(
+            self._config,
+            1 if self.args.has_fp8_kv_cache else itemsize,
+            self.args.block_size,
+            self._parallel.tensor.size,
+            self._stage.layers(len(self._config.attention_layers)),
+            state_itemsize=itemsize,
+        )
 
     def _current_fingerprint(self) -> str:
         """Compute the fingerprint of the checkpoint on disk and the settings that determine outputs."""
@@ -445,7 +452,7 @@ class Worker:
             max_model_len=max_model_len,
             device=self._device,
             sampling=self._sampling,
-            groups=self._groups(model),
+            groups=self._groups(),
             pipeline=pipeline,
             exchange=self._exchange,
             can_lose_steps=self._parallel.world.size == 1,

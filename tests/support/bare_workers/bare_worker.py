@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, group_layers
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.messages.kv_cache_interface import group_layers
 from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
 from argosy_engine.messages.model_runner_output import ModelRunnerOutput
 from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput

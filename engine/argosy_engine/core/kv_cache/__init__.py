@@ -3,7 +3,7 @@
 Must not know: tensors, steps, budgets.
 
     kv_cache_manager  block tables of requests, prefix hits, reserved blocks
-    kv_cache_groups   block needs and prefix hits of each kind of layer
+    state_blocks      states of requests, and their checkpoints
     block_pool        free queue, reference counts, prefix cache, eviction
     block_hash        hash of a block and its prefix
     prefix_announcer  changes of the prefix cache, for routers

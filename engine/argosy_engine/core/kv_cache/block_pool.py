@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from argosy_engine.core.kv_cache.block_lives import BlockLives
 
+NULL_BLOCK = 0
+
 
 class Block:
     """One block of the pool: its references, the prefix that it caches, and its place in the free queue."""
@@ -80,7 +82,7 @@ class FreeQueue:
 
 
 class BlockPool:
-    """Pool of all KV blocks, with the prefix cache over them.
+    """Pool of KV blocks of one size, with the prefix cache over them.
 
     Args:
         num_blocks: including the null block.
@@ -103,6 +105,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self.blocks[0].ref_count = 1
+        self.num_reserved_blocks = 0
+        """How many of the free blocks running requests will still need; no other request is admitted to them."""
         self._by_hash: dict[bytes, Block] = {}
         self._on_evict = on_evict
         self._on_cached = on_cached
@@ -153,9 +157,13 @@ class BlockPool:
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
-    def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these blocks are free: sharing them takes that many blocks off the free queue."""
-        return sum(self.blocks[i].ref_count == 0 for i in block_ids)
+    def can_allocate(self, count: int, *shared: Sequence[int]) -> bool:
+        """Return whether `count` blocks are left beside the reserved ones once these cached blocks are shared, which
+        takes those of them that are free off the free queue."""
+        num_taken = sum(
+            self.blocks[block_id].ref_count == 0 for block_ids in shared for block_id in block_ids
+        )
+        return count <= self._free.num_blocks - self.num_reserved_blocks - num_taken
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Take a reference on cached blocks (a prefix hit)."""

@@ -1,9 +1,9 @@
 """KVCacheManager: allocates KV blocks to requests and finds cached prefixes.
 
-It owns the block pool, the KV cache groups that allocate from it, and the announcer of cached prefixes. It knows
-requests and blocks, not steps or budgets. Invariant: a running request holds, per group, exactly the blocks that its
-computed and scheduled tokens fill and its next tokens read. Blocks that its known tokens will still need are reserved
-for it: they are free, but no other request is admitted to them.
+It owns the block pools, the KV cache groups that allocate from them, and the announcer of cached prefixes. It knows
+requests and blocks, not steps or budgets. A request has one list of block ids per group. Invariant: a running request
+holds, per group, exactly the blocks that its computed and scheduled tokens fill and its next tokens read. Blocks that
+its known tokens will still need are reserved for it: they are free, but no other request is admitted to them.
 
 A block of keys and values is registered in the prefix cache as soon as the step that fills it is scheduled. Steps run
 in order, and within a step a layer writes all keys and values before it reads any, so even a request admitted to the
@@ -14,15 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
+from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from argosy_engine.core.kv_cache.block_lives import BlockLives
-from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.kv_cache_groups import (
-    NULL_BLOCK,
-    FullAttentionGroup,
-    group_suffix,
-    make_groups,
-)
+from argosy_engine.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
 from argosy_engine.core.kv_cache.state_blocks import StateBlocks
 from argosy_engine.core.kv_cache.waiting_tokens import WaitingTokens
@@ -30,15 +24,85 @@ from argosy_engine.core.request import Request
 from argosy_engine.messages.scheduler_output import BlockIds
 
 
+class AttentionBlocks:
+    """Blocks with keys and values of one KV cache group.
+
+    Entry i of a request's list is the block of tokens [i * block_size, (i + 1) * block_size), or the null block where
+    no later token reads it. Design: vLLM, `v1/core/single_type_kv_cache_manager.py`.
+
+    Args:
+        spec: of the group's layers.
+        key_suffix: appended to block hashes, so that the groups' blocks are distinct in the shared prefix cache; empty
+            for the first group.
+        block_size: tokens per block.
+        max_num_batched_tokens: token budget of a step.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        pool: BlockPool,
+        key_suffix: bytes,
+        block_size: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.key_suffix = key_suffix
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.keeps_all = spec.reach is None
+        """Whether every block is kept until the request ends."""
+
+    def key(self, block_hash: bytes) -> bytes:
+        return block_hash + self.key_suffix if self.key_suffix else block_hash
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request holds at once while it computes `num_tokens`."""
+        return self.spec.peak_blocks(num_tokens, self.block_size, self.max_num_batched_tokens)
+
+    def needed_for_hit(self, num_blocks: int) -> range:
+        """Return the indices of the blocks without which no hit has `num_blocks` blocks.
+
+        The last one is among them even where no later token reads it, so that all that a hit saves has been computed.
+        Where all are kept, every block before it is left out: it is evicted after it (`BlockPool.free`).
+        """
+        first = last = max(num_blocks - 1, 0)
+        if not self.keeps_all:
+            first = min(self.spec.num_skipped(num_blocks * self.block_size, self.block_size), last)
+        return range(first, num_blocks)
+
+    def find_hit(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Return the block ids of the longest cached prefix of the hashes from which a request can continue."""
+        if self.keeps_all:
+            return self.pool.lookup(
+                [self.key(each) for each in block_hashes] if self.key_suffix else block_hashes
+            )
+        # From the end, look for a run of cached blocks that has all that the tokens after it read.
+        end = len(block_hashes)
+        block_ids = [NULL_BLOCK] * end
+        first = self.needed_for_hit(end).start
+        for index in range(end - 1, -1, -1):
+            if index < first:
+                break
+            found = self.pool.find(self.key(block_hashes[index]))
+            if found is None:
+                end = index
+                first = self.needed_for_hit(end).start
+            else:
+                block_ids[index] = found
+        return [NULL_BLOCK] * first + block_ids[first:end]
+
+
 class KVCacheManager:
-    """Block tables of all requests, over one block pool.
+    """Block tables of all requests. Blocks with keys and values have one size and one pool, states another.
 
     Args:
         num_blocks: blocks of the pool, including the null block.
         block_size: tokens per block.
         watermark: share of the pool (0..1) that admission leaves free while other requests run, so that a nearly full
             cache does not admit requests that would be preempted a few steps later.
-        specs: one per KV cache group (`messages.kv_cache_interface`); empty if the model keeps nothing of a request.
+        specs: one per KV cache group (`group_layers`); empty if the model keeps nothing of a request.
         max_num_batched_tokens: token budget of a step; bounds the blocks that a sliding window holds during a prefill.
         lives_sample: share of the blocks whose times in the cache are recorded, 0..1.
         num_states: blocks of the pool of states, including its null block; read if a group keeps states.
@@ -59,40 +123,50 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.groups = make_groups(specs, block_size, max_num_batched_tokens)
-        """Those of keys and values; of a request's block lists, that of the states follows theirs."""
-        self._state_suffix = None
-        if specs and isinstance(specs[-1], RecurrentStateSpec):
-            self._state_suffix = group_suffix(len(specs) - 1)
+        self._specs = specs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._state_interval = -(-state_interval // block_size) * block_size
-        self._counted_group = _counted_group(self.groups)
         self.announcer = PrefixAnnouncer()
         self.lives = BlockLives(lives_sample) if lives_sample else None
         self._new_pools(num_blocks, num_states)
         self.num_watermark_blocks = int(watermark * num_blocks)
-        self.num_reserved_blocks = 0
-        """Reserved blocks: the sum of `num_reserved_blocks` over all requests."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     def _new_pools(self, num_blocks: int, num_states: int) -> None:
         self.waiting = waiting = WaitingTokens(self.block_size, lambda key: self.pool.is_cached(key))
         self.pool = BlockPool(num_blocks, self.announcer.evict, waiting.cached, waiting.evicted, self.lives)
+        self.pools = [self.pool]
+        self.groups: list[AttentionBlocks] = []
+        """Those of keys and values; of a request's block lists, that of the states follows theirs."""
         self.states: StateBlocks | None = None
-        if self._state_suffix is not None:
-            self.states = StateBlocks(
-                num_states,
-                self.block_size,
-                self._state_interval,
-                key_suffix=self._state_suffix,
-                enable_prefix_caching=self.enable_prefix_caching,
-                on_evict=lambda block_id: self.announcer.evict(num_blocks + block_id),
-            )
+        for index, spec in enumerate(self._specs):
+            suffix = index.to_bytes(2, "big") if index else b""
+            if spec.is_state:
+                self.states = StateBlocks(
+                    num_states,
+                    self.block_size,
+                    self._state_interval,
+                    key_suffix=suffix,
+                    enable_prefix_caching=self.enable_prefix_caching,
+                    on_evict=lambda block_id: self.announcer.evict(num_blocks + block_id),
+                )
+                self.pools.append(self.states.pool)
+            else:
+                self.groups.append(
+                    AttentionBlocks(spec, self.pool, suffix, self.block_size, self._max_num_batched_tokens)
+                )
+        self._all_groups: list[AttentionBlocks | StateBlocks] = list(self.groups)
+        if self.states is not None:
+            self._all_groups.append(self.states)
+        self._counted_group = min(self.groups, key=lambda group: not group.keeps_all, default=None)
+        """Its cached blocks determine what waiting requests need not compute. One that keeps every block is preferred:
+        blocks that no token reads any more may be evicted without spoiling a hit."""
 
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, 0..1, of keys and values or of states, whichever is greater."""
-        return self.pool.usage if self.states is None else max(self.pool.usage, self.states.pool.usage)
+        return max(pool.usage for pool in self.pools)
 
     @property
     def num_blocks(self) -> int:
@@ -107,22 +181,17 @@ class KVCacheManager:
         """
         hashes = self._shareable(request)
         if not hashes:
-            return [[] for _ in range(max(len(self.groups) + (self.states is not None), 1))]
+            return [[] for _ in range(max(len(self._all_groups), 1))]
         request.num_branch_tokens = 0
         while True:
             # A group may shorten the hit of earlier groups; the hits agree once a round shortens nothing.
             longest, hits = len(hashes), []
-            for group in self.groups:
-                hit = group.find_hit(self.pool, hashes)
-                hits.append(hit)
-                hashes = hashes[: len(hit)]
-            if self.states is not None:
-                if self.groups:
+            for group in self._all_groups:
+                if group is self.states and self.groups:
                     known = len(hashes) * self.block_size
                     request.num_branch_tokens = max(request.num_branch_tokens, known)
-                hit = self.states.find_hit(hashes)
-                hits.append(hit)
-                hashes = hashes[: len(hit)]
+                hits.append(group.find_hit(hashes))
+                hashes = hashes[: len(hits[-1])]
             if len(hashes) == longest or len(hits) == 1:
                 return hits
 
@@ -164,31 +233,30 @@ class KVCacheManager:
             cached_block_ids: result of `find_cached_prefix`.
             apply_watermark: whether to leave the watermark's blocks free.
         """
-        num_available = self.pool.num_free_blocks - self.num_reserved_blocks
-        if apply_watermark:
-            num_available -= self.num_watermark_blocks
-        num_wanted = 0
         if self.states is not None and not self.states.can_admit(cached_block_ids[-1]):
             return False
-        for group, cached in zip(self.groups, cached_block_ids, strict=False):
-            held = [block_id for block_id in cached if block_id != NULL_BLOCK]
-            num_available -= self.pool.num_free_among(held)
+        shared = [
+            [block_id for block_id in cached if block_id != NULL_BLOCK]
+            for cached in cached_block_ids[: len(self.groups)]
+        ]
+        num_wanted = self.num_watermark_blocks if apply_watermark else 0
+        for group, held in zip(self.groups, shared, strict=True):
             num_wanted += max(group.peak_blocks(request.num_tokens) - len(held), 0)
-        if num_wanted > num_available:
+        if not self.pool.can_allocate(num_wanted, *shared):
             return False
         num_cached = len(cached_block_ids[0])
         num_tokens = num_cached * self.block_size + num_new_tokens
         # All of them first: `allocate` could evict a block that is not shared yet.
-        for cached in cached_block_ids[: len(self.groups)]:
-            self.pool.share([block_id for block_id in cached if block_id != NULL_BLOCK])
+        for held in shared:
+            self.pool.share(held)
+        num_new = -(-num_tokens // self.block_size) - num_cached
         request.block_ids = [
-            cached + self.pool.allocate(group.num_blocks(num_tokens) - len(cached))
-            for group, cached in zip(self.groups, cached_block_ids, strict=False)
+            cached + self.pool.allocate(num_new) for cached in cached_block_ids[: len(self.groups)]
         ]
         if self.states is not None:
             self.states.share(cached_block_ids[-1])
             request.block_ids.append(self.states.admit(request, cached_block_ids[-1], num_tokens))
-        request.num_allocated_tokens = self._round_up(num_tokens)
+        request.num_allocated_tokens = (num_cached + num_new) * self.block_size
         request.num_cached_blocks = num_cached
         self._reserve(request)
         if self.enable_prefix_caching:
@@ -208,12 +276,12 @@ class KVCacheManager:
         if num_tokens <= request.num_allocated_tokens:
             self._register(request, num_tokens)
             return []
+        num_blocks = -(-num_tokens // self.block_size)
         num_needed = []
-        for index, group in enumerate(self.groups):
-            num_skipped = group.num_skipped(request.num_computed_tokens)
-            if num_skipped:
-                self._skip(request, index, num_skipped)
-            num_needed.append(group.num_blocks(num_tokens) - len(request.block_ids[index]))
+        for group, block_ids in zip(self.groups, request.block_ids, strict=False):
+            if not group.keeps_all:
+                self._skip(request, group, block_ids)
+            num_needed.append(num_blocks - len(block_ids))
         if sum(num_needed) > self.pool.num_free_blocks:
             return None
         new_ids = [self.pool.allocate(count) for count in num_needed]
@@ -222,8 +290,8 @@ class KVCacheManager:
         if self.states is not None:
             new_ids.append(self.states.grow(request, request.block_ids[-1], num_tokens))
             self._announce_chunks(request)
-        request.num_allocated_tokens = self._round_up(num_tokens)
-        if request.num_reserved_blocks:
+        request.num_allocated_tokens = num_blocks * self.block_size
+        if request.num_reserved_blocks or request.num_allocated_tokens < request.num_tokens:
             self._reserve(request)
         self._register(request, num_tokens)
         return new_ids
@@ -249,7 +317,7 @@ class KVCacheManager:
                 request.num_announced_chunks = 0  # the chunks before it may need a later one
             self._announce_chunks(request)
             self.states.free(request, request.block_ids[-1])
-        self.num_reserved_blocks -= request.num_reserved_blocks
+        self.pool.num_reserved_blocks -= request.num_reserved_blocks
         self.forget(request)
 
     def _touch_chain(self, request: Request) -> None:
@@ -275,30 +343,30 @@ class KVCacheManager:
     def rebuild(self) -> None:
         """Replace the pools by empty ones. The caller must `forget` the blocks of every request."""
         self._new_pools(len(self.pool.blocks), 0 if self.states is None else len(self.states.pool.blocks))
-        self.num_reserved_blocks = 0
         self.announcer.clear()
 
     def reset_prefix_cache(self) -> bool:
         # A request that holds blocks of keys and values holds a state.
-        if self.states is not None and not self.states.pool.reset_prefix_cache():
-            return False
-        if not self.pool.reset_prefix_cache():
+        if not all(pool.reset_prefix_cache() for pool in reversed(self.pools)):
             return False
         self.announcer.clear()
         return True
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert the pool's invariants, and that the given requests hold all of its used and reserved blocks."""
-        self.pool.check()
         requests = list(requests)
-        assert self.num_reserved_blocks == sum(request.num_reserved_blocks for request in requests)
+        assert self.pool.num_reserved_blocks == sum(request.num_reserved_blocks for request in requests)
         tables = [request.block_ids for request in requests if request.block_ids]
-        pools = [(self.pool, [each for lists in tables for each in lists[: len(self.groups)]])]
         if self.states is not None:
             self.states.check([request.request_id for request in requests if request.block_ids])
-            pools.append((self.states.pool, [lists[-1] for lists in tables]))
-        for pool, lists in pools:
-            held = sum(block_id != NULL_BLOCK for block_ids in lists for block_id in block_ids)
+        for pool in self.pools:
+            pool.check()
+            held = sum(
+                len(block_ids) - block_ids.count(NULL_BLOCK)
+                for table in tables
+                for group, block_ids in zip(self._all_groups, table, strict=True)
+                if group.pool is pool
+            )
             referenced = sum(block.ref_count for block in pool.blocks[1:])
             assert held == referenced, f"requests hold {held} blocks, the pool counts {referenced}"
 
@@ -306,26 +374,20 @@ class KVCacheManager:
         """Update the number of blocks reserved for the request's known tokens."""
         num_reserved = 0
         if request.num_allocated_tokens < request.num_tokens:
+            num_blocks = -(-request.num_tokens // self.block_size)
             for group, block_ids in zip(self.groups, request.block_ids, strict=False):
                 num_held = len(block_ids) - block_ids.count(NULL_BLOCK)
-                num_reserved += max(
-                    min(
-                        group.num_blocks(request.num_tokens) - len(block_ids),
-                        group.peak_blocks(request.num_tokens) - num_held,
-                    ),
-                    0,
-                )
-        self.num_reserved_blocks += num_reserved - request.num_reserved_blocks
+                to_peak = group.peak_blocks(request.num_tokens) - num_held
+                num_reserved += max(min(num_blocks - len(block_ids), to_peak), 0)
+        self.pool.num_reserved_blocks += num_reserved - request.num_reserved_blocks
         request.num_reserved_blocks = num_reserved
 
-    def _round_up(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size) * self.block_size
-
-    def _skip(self, request: Request, index: int, num_skipped: int) -> None:
-        """Free the leading blocks of a group that no later token reads, and put the null block in their place."""
+    def _skip(self, request: Request, group: AttentionBlocks, block_ids: list[int]) -> None:
+        """Free a group's leading blocks that no later token reads, and put the null block in their place."""
+        position = group.spec.num_skipped(request.num_computed_tokens, self.block_size) - 1
+        if position < 0 or block_ids[position] == NULL_BLOCK:
+            return
         self._register(request, request.num_computed_tokens)
-        block_ids = request.block_ids[index]
-        position = num_skipped - 1
         while position >= 0 and block_ids[position] != NULL_BLOCK:
             self.pool.free([block_ids[position]])
             block_ids[position] = NULL_BLOCK
@@ -405,12 +467,3 @@ class KVCacheManager:
                     return []
                 needed.append(block_id)
         return needed
-
-
-def _counted_group(groups: Sequence[FullAttentionGroup]) -> FullAttentionGroup | None:
-    """Return the group whose cached blocks determine what waiting requests need not compute; None if there is none.
-
-    A group that keeps every block is preferred: blocks behind a sliding window may be evicted without spoiling a hit.
-    """
-    full = (group for group in groups if type(group) is FullAttentionGroup)
-    return next(full, groups[0] if groups else None)

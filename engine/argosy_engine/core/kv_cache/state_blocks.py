@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from operator import itemgetter
 
-from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.kv_cache_groups import NULL_BLOCK
+from argosy_engine.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from argosy_engine.core.request import Request
 
 MIN_CHECKPOINT_TOKENS = 128
@@ -96,10 +95,7 @@ class StateBlocks:
 
     def can_admit(self, cached: Sequence[int]) -> bool:
         """Return whether there is a block for a request's state."""
-        available = self.pool.num_free_blocks
-        if cached:
-            available -= self.pool.num_free_among(cached[-1:])
-        return available >= 1
+        return self.pool.can_allocate(1, cached[-1:])
 
     def share(self, cached: Sequence[int]) -> None:
         self.pool.share(cached[-1:])
