@@ -43,6 +43,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 1024},
     "minimax_m2": {"intermediate_size": 512},
     "granitemoe": {"intermediate_size": 512},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe"] * 3 + ["full_attention", "mlp"],
+        "mamba_num_heads": 32,
+        "moe_shared_expert_intermediate_size": 1024,
+    },
 }
 CONTENDERS = ("argosy", "fallback", "transformers")
 WORK = {"a prompt of 512": (1, 512, 1), "1 request": (1, 32, 32), "8 requests": (8, 32, 32)}

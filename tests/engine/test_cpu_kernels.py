@@ -131,6 +131,28 @@ def test_gated_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_relus_equal_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for inner, in_features in ((1, 16), (33, 62), (208, 130)):
+        weight = torch.randn(inner, in_features, generator=generator).to(dtype)
+        bias = torch.randn(inner, generator=generator).to(dtype)
+        x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
+        for offset in (None, bias):
+            packed = kernels.pack_linear(weight, offset)
+            up = F.linear(x.double(), weight.double(), offset if offset is None else offset.double())
+            whole = kernels.squared_relu_linear(x, packed)
+            assert error(whole, F.relu(up).square()) < TOLERANCE[dtype]
+            for rows in (1, 2, 13, 48):
+                assert torch.equal(kernels.squared_relu_linear(x[:rows].contiguous(), packed), whole[:rows])
+
+
+def test_squared_relus_keep_nan(kernels: Kernels) -> None:
+    x = torch.tensor([[torch.nan, 1.0], [-1.0, 1.0], [3.0, 1.0]])
+    out = kernels.squared_relu_linear(x, kernels.pack_linear(torch.tensor([[1.0, 0.0]])))
+    torch.testing.assert_close(out, torch.tensor([[torch.nan], [0.0], [9.0]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_equals_float64(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
 

@@ -17,7 +17,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers import linear_kernels
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.layer_kernels import GatedActivation, gelu_tanh_and_mul
+from argosy_engine.layers.layer_kernels import GatedActivation, gelu_tanh_and_mul, squared_relu
 from argosy_engine.layers.linear import Linear, LinearSpec
 from argosy_engine.layers.linear_kernels import (
     GatedLinearKernel,
@@ -57,6 +57,8 @@ def test_whichever_kernel_is_chosen_the_result_is_the_definition(
     assert has_kernels or layer.packed is gated.packed is None
     gelu = gated_linear_kernel(weight, bias, gelu_tanh_and_mul)
     torch.testing.assert_close(gelu(x).double(), F.gelu(gate, approximate="tanh") * up, **tolerance)
+    squared = gated_linear_kernel(weight, bias, squared_relu)
+    torch.testing.assert_close(squared(x).double(), F.relu(wide).square(), **tolerance)
 
 
 class ScaledLinearMethod:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from argosy_engine.errors import ConfigError
@@ -19,17 +20,18 @@ from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config, parse_config
 from fp8_checkpoints import quantize_checkpoint
 from rank_logits import TOKENS, logits_of
-from state_shapes import FALCON_FACTORS, MAMBA_SHAPES
+from state_shapes import FALCON_FACTORS, MAMBA_SHAPES, NEMOTRON_SHAPES
 from thread_ranks import run_threads
 from transformers_checkpoints import architecture_of, small_config, write_checkpoint
 from transformers_sweep import served
 
 MODEL_TYPES = ("granitemoehybrid", "bamba", "falcon_h1")
+SHAPES = (*MAMBA_SHAPES, *(("nemotron_h", fields) for fields in NEMOTRON_SHAPES))
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("model_type", "fields"), MAMBA_SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(MAMBA_SHAPES)]
+    ("model_type", "fields"), SHAPES, ids=[f"{each}-{i}" for i, (each, _) in enumerate(SHAPES)]
 )
 def test_greedy_tokens_are_those_of_transformers(
     model_type: str, fields: dict[str, Any], tmp_path: Path
@@ -40,9 +42,10 @@ def test_greedy_tokens_are_those_of_transformers(
     assert isinstance(load_model_config(tmp_path), MambaHybridConfig)
 
 
+@pytest.mark.parametrize("model_type", ["bamba", "nemotron_h"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) -> None:
-    reference = write_checkpoint("bamba", tmp_path)
+def test_steps_in_flight_change_nothing(async_scheduling: bool, model_type: str, tmp_path: Path) -> None:
+    reference = write_checkpoint(model_type, tmp_path)
     found = served(reference, tmp_path, model_impl="argosy", async_scheduling=async_scheduling)
     assert found[:2] == ("served", "")
     assert found.preemptions
@@ -59,6 +62,9 @@ def test_steps_in_flight_change_nothing(async_scheduling: bool, tmp_path: Path) 
             False,
             {"mamba_rms_norm": True, "projectors_bias": True, "mlp_bias": True, **FALCON_FACTORS},
         ),
+        ("nemotron_h", False, {"use_bias": True, "mlp_bias": True}),
+        ("nemotron_h", False, {"moe_latent_size": 40}),
+        ("nemotron_h", True, {"moe_latent_size": 40}),
     ],
 )
 def test_two_ranks_have_the_logits_of_transformers(
@@ -74,20 +80,99 @@ def test_two_ranks_have_the_logits_of_transformers(
     assert torch.equal(*ranks)
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "form"),
+    [
+        ("bamba", {"mamba_n_groups": 2}, "compressed-tensors-channel"),
+        ("falcon_h1", {"mamba_n_groups": 2}, "compressed-tensors-channel"),
+        ("lfm2", {}, "compressed-tensors-channel"),
+        ("nemotron_h", {"mamba_n_groups": 2, "moe_latent_size": 40}, "compressed-tensors-channel"),
+        ("nemotron_h", {"mamba_n_groups": 2}, "modelopt"),
+        ("nemotron_h", {"mamba_n_groups": 2}, "compressed-tensors-block"),
+    ],
+)
 @torch.inference_mode()
-def test_fp8_weights_of_layers_with_states(model_type: str, tmp_path: Path) -> None:
+def test_fp8_weights_of_layers_with_states(
+    model_type: str, fields: dict[str, Any], form: str, tmp_path: Path
+) -> None:
     """On two ranks as well, which take their part of scales per channel."""
-    fields = {} if model_type == "lfm2" else {"mamba_n_groups": 2}
     write_checkpoint(model_type, tmp_path, **fields)
-    quantize_checkpoint(tmp_path, "compressed-tensors-channel")
+    quantize_checkpoint(tmp_path, form)
     expected = logits_of(tmp_path / "widened")
     torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-5, rtol=1e-5)
     ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
     torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.inference_mode()
+def test_step_sizes_of_nemotron_have_no_lower_bound(tmp_path: Path) -> None:
+    """As in training. transformers' code lets none of a prompt be smaller than `time_step_min`."""
+    reference = write_checkpoint("nemotron_h", tmp_path, time_step_min=0.5)
+    tokens = torch.tensor([TOKENS])
+    bounded = reference(tokens).logits[0]
+    base: Any = reference.model
+    for layer in base.layers:
+        layer.mixer.time_step_limit = (0.0, math.inf)
+    expected = reference(tokens).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path), expected, atol=2e-4, rtol=2e-4)
+    assert (bounded - expected).abs().max() > 0.1
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    write_checkpoint("nemotron_h", tmp_path)
+    expected = logits_of(tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = {"mtp.layers.0.mixer.q_proj.weight": torch.ones(8, 8)}
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    assert torch.equal(logits_of(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"layers_block_type": None, "hybrid_override_pattern": "ME*-", "num_hidden_layers": 52},
+        {"layers_block_type": None, "hybrid_override_pattern": None},
+        {"hybrid_override_pattern": "M*"},
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        {"layers_block_type": ["mlp"], "layer_types": ["linear_attention", "moe", "full_attention", "mlp"]},
+        {"n_groups": 2, "mamba_n_groups": 8, "conv_kernel": 7, "mamba_d_conv": 4},
+        {"use_conv_bias": False, "mamba_conv_bias": True},
+        {"n_routed_experts": 16, "num_local_experts": 8},
+        {"expand": 7, "mamba_proj_bias": True, "residual_in_fp32": True, "num_nextn_predict_layers": 1},
+        {"time_step_min": 0.5, "time_step_floor": 0.5, "rope_theta": 7.0, "attention_bias": True},
+    ],
+)
+def test_other_ways_to_write_a_config_of_nemotron(edits: dict[str, Any]) -> None:
+    wanted, raw = config_of("nemotron_h"), small_config("nemotron_h").to_dict() | edits
+    raw = {name: value for name, value in raw.items() if value is not None}
+    theirs = CONFIG_MAPPING["nemotron_h"].from_dict(raw).to_dict()
+    for each in (raw, theirs):
+        parsed = parse_config({**each, "architectures": [architecture_of("nemotron_h")]}, {}, {}, "argosy")
+        assert parsed == wanted
+
+
+def test_the_published_config_of_nemotron_3_nano() -> None:
+    raw = {
+        "architectures": ["NemotronHForCausalLM"], "hidden_size": 2688, "head_dim": 128, "vocab_size": 131072,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 262144,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "n_groups": 8,
+        "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4, "n_group": 1,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "intermediate_size": 1856,
+        "time_step_min": 0.001, "time_step_floor": 0.0001, "time_step_limit": [0.0, math.inf],
+    }  # fmt: skip
+    config = parse_config(raw, {}, {}, "argosy")
+    assert (len(config.attention_layers), len(config.state_layers)) == (6, 23)
+    assert isinstance(config, MambaHybridConfig)
+    assert config.experts is not None
+    assert sum(config.experts.is_sparse) == 23
+    assert "intermediate_size" not in config.divided_sizes(has_whole_experts=False)
+    assert config.divided_sizes(has_whole_experts=True)["intermediate size of shared experts"] == 3712
+    assert config_of("nemotron_h").divided_sizes(has_whole_experts=False)["intermediate_size"] == 96
+    check_tensor_parallel(config, 8, True)
+
+
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, "nemotron_h"])
 def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) -> None:
     """Or the config is refused."""
     config_class = CONFIG_MAPPING[model_type]
@@ -135,6 +220,19 @@ def config_of(model_type: str, **fields: Any) -> MambaHybridConfig:
         ("bamba", {"mamba_d_conv": 1}, "mamba_kernel_size"),
         ("bamba", {"mamba_d_state": 10**9}, "mamba_state_size"),
         ("bamba", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("nemotron_h", {"mamba_dt_limit": [0.01, math.inf]}, "time_step_limit"),
+        ("nemotron_h", {"layers_block_type": ["moe", "mlp", "linear_attention"]}, "no layer has attention"),
+        ("nemotron_h", {"layers_block_type": ["hybrid", "full_attention"]}, "layer type 'hybrid'"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "layer type 'X'"),
+        ("nemotron_h", {"layers_block_type": []}, "layers: Expected `int` >= 1"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'.*--model-impl transformers"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("nemotron_h", {"sliding_window": 128}, "sliding_window"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts"),
+        ("nemotron_h", {"moe_latent_size": 40, "mlp_bias": True}, "mlp_bias"),
+        ("nemotron_h", {"n_group": 3}, "n_group 3"),
         ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "mamba_projected"),
         ("falcon_h1", {"attention_out_multiplier": None}, "attention_output"),
         ("falcon_h1", {"key_multiplier": 0.0}, "attention_multiplier"),
@@ -150,6 +248,16 @@ def test_what_our_code_does_not_compute_is_refused(
 def test_bounds_of_time_steps_may_be_written_in_three_ways() -> None:
     for infinity in (math.inf, "Infinity", {"__float__": "Infinity"}):
         config_of("bamba", time_step_limit=[0.0, infinity])
+
+
+def test_transformers_code_runs_nemotron_only_where_it_is_asked_for() -> None:
+    """With its bound of step sizes it computes another model."""
+    for fields in ({"mlp_hidden_act": "silu"}, {"time_step_limit": [0.0, 1.0]}, {"head_dim": 23}):
+        raw = small_config("nemotron_h", **fields).to_dict()
+        raw["architectures"] = [architecture_of("nemotron_h")]
+        with pytest.raises(ConfigError):
+            parse_config(raw, {}, {}, "auto")
+        assert isinstance(parse_config(raw, {}, {}, "transformers"), TransformersConfig)
 
 
 def test_transformers_code_runs_what_ours_does_not(tmp_path: Path) -> None:

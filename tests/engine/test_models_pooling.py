@@ -97,7 +97,7 @@ def test_vectors_equal_transformers(params: PoolingParams, model: Any) -> None:
     "model_type",
     [
         "bamba", "cohere", "cohere2", "deepseek_v3", "falcon_h1", "granitemoehybrid", "lfm2", "llama4_text",
-        "starcoder2",
+        "nemotron_h", "starcoder2",
     ],
 )  # fmt: skip
 def test_other_decoders_of_ours_embed(model_type: str, tmp_path: Path) -> None:

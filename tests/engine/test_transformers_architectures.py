@@ -21,7 +21,10 @@ REFUSED = {
     "xglm": "cannot be followed",  # attention that does not go through transformers' interface
 }
 """Types that are not served, and what the refusal says."""
-HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+HYBRIDS = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text"),
+    "qwen3_next",
+)
 """Types with states that our own code computes as well."""
 
 

@@ -21,6 +21,7 @@ from attention_cases import model_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
+from transformers_checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -95,6 +96,20 @@ def test_experts_and_router_get_what_is_not_quantised(written):
     assert (
         0 < (ours - exact).norm() < 0.5 * exact.norm()
     )  # other experts are chosen where two are equally good
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_squared_relus_quantise_what_the_next_product_reads(form, tmp_path):
+    kinds = ["full_attention", "mlp", "mlp"]
+    write_checkpoint("nemotron_h", tmp_path, layers_block_type=kinds)
+    exact = logits(tmp_path)
+    quantize_checkpoint(tmp_path, FORMS[form])
+    with launched_variants() as variants:
+        ours = logits(tmp_path)
+    names = {variant[0] for variant in variants}
+    assert ("activation_and_mul_fp8" in names) == (form == "per token")
+    assert ("quantize_fp8" in names) == (form == "per token"), "of attention's outputs"
+    assert_close_in_fp8(ours, logits(tmp_path, TorchBackend), exact)
 
 
 def test_weights_that_are_quantised_online(written):

@@ -128,6 +128,60 @@ def test_weights_on_what_experts_get(dtype, k):
     assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("scales_inputs", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (80, 100)])
+def test_experts_without_a_gate(hidden, inner, dtype, scales_inputs):
+    """As in Nemotron-H, and with what a gate has: biases, and weights on inputs."""
+    x, logits, w1, w2 = inputs(9, experts=5, hidden=hidden, inner=inner, dtype=dtype)
+    w1, b1 = w1[:, inner:], random(5, inner, seed=5, dtype=dtype)
+    wanted = torch.zeros(x.shape)
+    for token, row in enumerate(logits):
+        for expert in row.topk(2).indices:
+            weight = torch.sigmoid(row[expert])
+            given, factor = (x[token].float() * weight, 1.0) if scales_inputs else (x[token].float(), weight)
+            up = F.relu(w1[expert].float() @ given + b1[expert].float()).square()
+            wanted[token] += factor * (w2[expert].float() @ up)
+    out = fused_moe(
+        x,
+        logits,
+        w1.contiguous(),
+        w2,
+        2,
+        normalises=False,
+        is_sigmoid=True,
+        scales_inputs=scales_inputs,
+        activation="relu2",
+        w1_bias=b1,
+    )
+    tolerance = 2 * TOLERANCE[dtype]  # squares
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_experts_without_a_gate_in_fp8():
+    x, logits, w1, w2 = inputs(5, dtype=torch.bfloat16)
+    w1, scale = w1[:, :32].contiguous(), random(4, 32, seed=5).abs() + 0.5
+    w1 = (w1.float() / scale[:, :, None]).to(torch.float8_e4m3fn)
+    w2, ones = w2.to(torch.float8_e4m3fn), torch.ones(4, 64)
+    wanted = torch.zeros(x.shape)
+    for token, row in enumerate(logits):
+        chosen = torch.softmax(row, dim=0).topk(2)
+        for expert, weight in zip(chosen.indices, chosen.values, strict=True):
+            up = F.relu((w1[expert].float() * scale[expert, :, None]) @ x[token].float()).square()
+            wanted[token] += weight * (w2[expert].float() @ up)
+    out = fused_moe(x, logits, w1, w2, 2, normalises=False, activation="relu2", w1_scale=scale, w2_scale=ones)
+    assert_close(out, wanted)
+
+
+def test_nan_of_an_expert_without_a_gate_stays_in_its_row():
+    x, logits, w1, w2 = inputs(4)
+    clean = fused_moe(x, logits, w1[:, :32].contiguous(), w2, 2, normalises=True, activation="relu2")
+    x[1, 5] = torch.nan
+    out = fused_moe(x, logits, w1[:, :32].contiguous(), w2, 2, normalises=True, activation="relu2")
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
+
+
 def test_gelu():
     args = inputs(3)
     wanted = expected(*args, 2, normalises=True, activate=lambda gate: F.gelu(gate, approximate="tanh"))

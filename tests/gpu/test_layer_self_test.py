@@ -29,9 +29,11 @@ def test_our_kernels_pass(name, dtype, tmp_path):
     assert layer_self_test(config_of(name, tmp_path), dtype, CPU) is None
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
-def test_our_kernels_pass_for_other_experts(model_type, tmp_path):
-    write_checkpoint(model_type, tmp_path)
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("glm4_moe", {}), ("gpt_oss", {}), ("nemotron_h", {"moe_latent_size": 40})]
+)
+def test_our_kernels_pass_for_other_experts(model_type, fields, tmp_path):
+    write_checkpoint(model_type, tmp_path, **fields)
     assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
@@ -79,7 +81,7 @@ def test_a_wrong_norm_is_found(name, monkeypatch, tmp_path):
     assert "RMSNorm is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "relu2"])
 def test_a_wrong_activation_is_found(name, monkeypatch, tmp_path):
     activations = triton_layer_kernels.TritonLayerKernels.gated_activations
     monkeypatch.setitem(activations, name, scaled(activations[name]))

@@ -89,14 +89,19 @@ def test_decodes_take_three_launches():
     ]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        (
+            "granitemoehybrid",
+            {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        ),
+        ("nemotron_h", {"moe_latent_size": 40}),
+    ],
+)
 @torch.inference_mode()
-def test_a_model_has_the_logits_of_transformers(tmp_path):
-    fields = {
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "mamba_n_groups": 2,
-    }
-    reference = write_checkpoint("granitemoehybrid", tmp_path, **fields)
+def test_models_have_the_logits_of_transformers(model_type, fields, tmp_path):
+    reference = write_checkpoint(model_type, tmp_path, mamba_n_groups=2, **fields)
     token_ids = list(range(2, 21))
     expected = reference(torch.tensor([token_ids])).logits[0]
     model = load_model(

@@ -8,6 +8,8 @@ from argosy_engine.triton_kernels import silu_and_mul as silu_and_mul_module
 from argosy_engine.triton_kernels.silu_and_mul import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_fp8,
+    relu2,
+    relu2_fp8,
     silu_and_mul,
     silu_and_mul_fp8,
 )
@@ -90,6 +92,22 @@ def test_in_fp8_a_row_may_be_wider_than_registers_hold(monkeypatch):
     gate_up[0, 149] = 40.0  # the largest is in the last block
     out, scales = silu_and_mul_fp8(gate_up, None)
     assert_fp8_rows(out, scales, silu_reference(*gate_up.chunk(2, dim=-1)), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (3, 200), (2, 1500)])
+def test_squared_relus(rows, inner, dtype):
+    up = (4 * torch.randn(rows, inner + 3, generator=torch.Generator().manual_seed(0))).to(dtype)[:, :inner]
+    wanted = F.relu(up.float()).square()
+    torch.testing.assert_close(relu2(up), wanted.to(dtype))
+    for scale in (None, 0.5):
+        out, scales = relu2_fp8(up, None if scale is None else torch.tensor([scale]))
+        assert_fp8_rows(out, scales, wanted.double(), scale)
+
+
+def test_squared_relus_keep_nan():
+    up = torch.tensor([[torch.nan, -1.0, 2.0]])
+    torch.testing.assert_close(relu2(up), torch.tensor([[torch.nan, 0.0, 4.0]]), equal_nan=True)
 
 
 def test_in_fp8_nan_stays_in_its_row():

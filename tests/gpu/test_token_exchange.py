@@ -10,7 +10,7 @@ from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.mlp import GatedMLP, SparseMLP
+from argosy_engine.layers.mlp import GatedMLP, LatentProjections, SparseMLP, SquaredReluMLP
 from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
@@ -28,11 +28,20 @@ def make_layers(backend: str, sharding: Sharding, exchange: TokenExchange | None
         weights, load_backend(backend, torch.float32), 1, sharding=sharding, exchange=exchange
     )
     routing = RoutingSpec(num_experts=7, experts_per_token=2, normalises=True)
-    return [
-        SparseMLP(factory, ExpertsSpec(f"{index}.", routing, HIDDEN, 16), shared=shared)
-        for index in range(2)
-        for shared in (GatedMLP(factory, f"{index}.shared.", HIDDEN, 16),)
-    ]
+    gated = SparseMLP(
+        factory,
+        ExpertsSpec("0.", routing, HIDDEN, 16),
+        shared=GatedMLP(factory, "0.shared.", HIDDEN, 16),
+    )
+    latent = LatentProjections(factory.linear({"1.in": 24}, HIDDEN), factory.linear({"1.out": HIDDEN}, 24))
+    ungated = SparseMLP(
+        factory,
+        ExpertsSpec("1.", routing, 24, 16, "relu2"),
+        hidden=HIDDEN,
+        shared=SquaredReluMLP(factory, "1.shared.", HIDDEN, 16, bias=False),
+        latent=latent,
+    )
+    return [gated, ungated]
 
 
 def run(layers: list[SparseMLP], x: torch.Tensor) -> torch.Tensor:

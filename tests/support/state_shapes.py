@@ -87,6 +87,35 @@ MAMBA_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
 )
+NEMOTRON_SHAPES: tuple[dict[str, Any], ...] = (
+    {
+        "layers_block_type": ["mlp", "full_attention", "moe", "linear_attention", "linear_attention", "moe"],
+        "use_bias": True,
+        "mlp_bias": True,
+        "attention_bias": True,  # which transformers ignores
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "routed_scaling_factor": 2.5,
+        "num_key_value_heads": 4,
+    },
+    {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_latent_size": 40,
+        "n_group": 1,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "use_conv_bias": False,
+        "layer_norm_epsilon": 0.1,
+    },
+    {
+        "layers_block_type": ["full_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 4,  # which torch computes
+        "ssm_state_size": 10,
+        "mamba_proj_bias": True,
+    },
+)
+"""Of Nemotron-H."""
 LFM2_SHAPES: tuple[dict[str, Any], ...] = (
     {"block_multiple_of": 32, "conv_L_cache": 4},
     {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 2},

@@ -73,7 +73,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8,
                          "mamba_d_state": 16, "shared_intermediate_size": 48, "num_local_experts": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+                   "moe_shared_expert_intermediate_size": 80,
+                   "time_step_min": 1e-30, "time_step_floor": 0.05},  # transformers' code then bounds no step size
     "kimi_linear": {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
                     "linear_head_dim": 16, "linear_num_heads": 4},
 }  # fmt: skip

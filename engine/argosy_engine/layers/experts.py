@@ -1,4 +1,4 @@
-"""Experts: the gated MLPs of a mixture of experts. How a router's logits become their weighted sum.
+"""Experts: the MLPs of a mixture of experts. How a router's logits become their weighted sum.
 
 Their weights are stacked for kernels that compute all experts in one launch; elsewhere each expert is a pair of linear
 layers.
@@ -14,6 +14,7 @@ import torch
 
 from argosy_engine.layers.linear import GatedLinear, Linear
 from argosy_engine.model_configs.experts_config import (
+    EXPERT_LAYERS,
     ExpertActivation,
     ExpertLayer,
     ExpertNames,
@@ -30,6 +31,7 @@ class ExpertsSpec:
     """Of the checkpoint's names: of the MLP."""
     routing: RoutingSpec
     hidden: int
+    """Elements of what an expert gets and gives."""
     inner: int
     """Intermediate size of one expert."""
     activation: ExpertActivation = "silu"
@@ -42,6 +44,11 @@ class ExpertsSpec:
     @property
     def num_experts(self) -> int:
         return self.routing.num_experts
+
+    @property
+    def layers(self) -> tuple[ExpertLayer, ...]:
+        """The projections of an expert, `down` the last."""
+        return EXPERT_LAYERS[1:] if self.activation == "relu2" else EXPERT_LAYERS
 
     @property
     def held_experts(self) -> range:
@@ -167,11 +174,11 @@ class StackedExperts(NamedTuple):
     """The weights of the experts, or of the part that this process computes."""
 
     gate_up: torch.Tensor
-    """[num_experts, 2 * inner, hidden], the gate's rows first."""
+    """[num_experts, 2 * inner, hidden], the gate's rows first; [num_experts, inner, hidden] if there is no gate."""
     down: torch.Tensor
     """[num_experts, hidden, inner]"""
     gate_up_scale: torch.Tensor | None = None
-    """float32 [num_experts, 2 * inner], factors of FP8 weights; None: the weights have the activations' dtype."""
+    """float32, a factor for each row of FP8 weights; None: the weights have the activations' dtype."""
     down_scale: torch.Tensor | None = None
     """float32 [num_experts, hidden]"""
     gate_up_bias: torch.Tensor | None = None
@@ -183,13 +190,12 @@ class StackedExperts(NamedTuple):
     def empty(cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> StackedExperts:
         """Allocate the weights of the experts that this process holds, and scales if they are in FP8."""
         count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
+        rows = (len(spec.layers) - 1) * inner
+        gate_up = torch.empty(count, rows, hidden, dtype=dtype, device=device)
         down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
         if dtype is not torch.float8_e4m3fn:
             return cls(gate_up, down)
-        scales = (
-            torch.empty(count, size, dtype=torch.float32, device=device) for size in (2 * inner, hidden)
-        )
+        scales = (torch.empty(count, size, dtype=torch.float32, device=device) for size in (rows, hidden))
         return cls(gate_up, down, *scales)
 
     def places(self, place: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
@@ -198,12 +204,10 @@ class StackedExperts(NamedTuple):
         Args:
             place: index among the experts that this process computes.
         """
-        inner = self.down.shape[2]
-        halves: tuple[tuple[ExpertLayer, slice], ...] = (
-            ("gate", slice(0, inner)),
-            ("up", slice(inner, 2 * inner)),
-        )
-        for name, rows in halves:
+        inner, has_gate = self.down.shape[2], self.gate_up.shape[1] > self.down.shape[2]
+        parts: tuple[ExpertLayer, ...] = ("gate", "up") if has_gate else ("up",)
+        for index, name in enumerate(parts):
+            rows = slice(index * inner, (index + 1) * inner)
             scale = None if self.gate_up_scale is None else self.gate_up_scale[place, rows]
             yield name, self.gate_up[place, rows], scale
         yield "down", self.down[place], None if self.down_scale is None else self.down_scale[place]

@@ -30,7 +30,6 @@ from argosy_engine.layers.linear_method import (
     take_stacked,
     unsupported_experts,
 )
-from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.native.library import PackedLinear
@@ -132,7 +131,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
                 raise unsupported_experts(spec, "stored stacked and in FP8")
             return super().load_experts(weights, spec)
         names = tuple(
-            spec.projection(index, name) for index in range(spec.num_experts) for name in EXPERT_LAYERS
+            spec.projection(index, name) for index in range(spec.num_experts) for name in spec.layers
         )
         if not self._config.quantises_all(names):
             return super().load_experts(weights, spec)

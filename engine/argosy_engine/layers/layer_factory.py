@@ -45,7 +45,6 @@ from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.layers.short_conv import ShortConv, ShortConvWeights
 from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.model_configs.experts_config import EXPERT_LAYERS
 from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
@@ -150,10 +149,14 @@ class LayerFactory:
         self, name: str, num_experts: int, in_features: int, *, bias: bool, in_float32: bool
     ) -> Linear:
         """Make the linear layer that chooses experts, of which every rank has the whole."""
-        if not in_float32 or self.dtype is torch.float32:
+        if not in_float32:
             return self.linear({name: num_experts}, in_features, bias=bias, keeps_precision=True)
         assert not bias
-        weight = self.weights.take_scale(name + ".weight", (num_experts, in_features), is_signed=True)
+        shape = num_experts, in_features
+        if self.dtype is torch.float32:
+            weight = self.weights.take(name + ".weight", *shape)
+        else:
+            weight = self.weights.take_scale(name + ".weight", shape, is_signed=True)
         return Float32Linear(linear_kernel(weight, is_traceable=self._compiler is not None))
 
     def column_linear(
@@ -203,6 +206,15 @@ class LayerFactory:
         spec = LinearSpec(parts, in_features, bias, outputs=outputs)
         return self._gated(spec, activation, feeds)
 
+    def activated_linear(
+        self, name: str, inner: int, in_features: int, *, bias: bool, feeds: TakesRows, activation: str
+    ) -> GatedLinear:
+        """Make a projection to `inner` features with an activation that has no gate, of which a rank computes its part;
+        see `gated_linear`."""
+        parts = {name: inner}
+        spec = LinearSpec(parts, in_features, bias, outputs=self._equal_parts(parts))
+        return self._gated(spec, activation, feeds)
+
     def _gated(
         self, spec: LinearSpec, activation: str = "silu", feeds: TakesRows | None = None
     ) -> GatedLinear:
@@ -229,9 +241,9 @@ class LayerFactory:
         return SeparateExperts(spec, separate, correction)
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
-        gate, up, down = (spec.projection(index, name) for name in EXPERT_LAYERS)
-        outputs = None if spec.features is None else {gate: (spec.features,), up: (spec.features,)}
-        gate_up = LinearSpec({gate: spec.inner, up: spec.inner}, spec.hidden, outputs=outputs)
+        *names, down = (spec.projection(index, name) for name in spec.layers)
+        outputs = None if spec.features is None else dict.fromkeys(names, (spec.features,))
+        gate_up = LinearSpec(dict.fromkeys(names, spec.inner), spec.hidden, outputs=outputs)
         down_spec = LinearSpec({down: spec.hidden}, spec.inner, inputs=spec.features)
         return self._gated(gate_up, spec.activation), Linear(self._method.load(self.weights, down_spec))
 

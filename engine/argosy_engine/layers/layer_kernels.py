@@ -15,7 +15,7 @@ from argosy_engine.attention.torch_rms_norm import rms_norm
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 GatedActivation = Callable[[torch.Tensor], Activations]
-"""Maps [gate, up], [T, 2 * inner], to activation(gate) * up, [T, inner]."""
+"""Maps [gate, up], [T, 2 * inner], to activation(gate) * up, [T, inner], or without a gate up to activation(up)."""
 
 
 class LayerKernels(Protocol):
@@ -24,8 +24,8 @@ class LayerKernels(Protocol):
     has_native: bool
     """Whether our CPU kernels take the place of these where they can."""
     gated_activations: Mapping[str, GatedActivation]
-    """By the activation's name in configs: `silu` and `gelu_pytorch_tanh`, and those of experts where these run one by
-    one."""
+    """By the activation's name in configs: `silu`, `gelu_pytorch_tanh` and, without a gate, `relu2`; also those of
+    experts where these run one by one."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return x / rms(x) * weight over the last dimension, for x [T, width] and weight [width]."""
@@ -85,6 +85,11 @@ def swigluoai_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
+def squared_relu(up: torch.Tensor) -> torch.Tensor:
+    """relu(up) ** 2 (arXiv 2109.08668)."""
+    return F.relu(up).square()
+
+
 class TorchLayerKernels:
     """Plain torch, on any device. It quantises nothing.
 
@@ -96,6 +101,7 @@ class TorchLayerKernels:
         "silu": silu_and_mul,
         "gelu_pytorch_tanh": gelu_tanh_and_mul,
         "swigluoai": swigluoai_and_mul,
+        "relu2": squared_relu,
     }
 
     def __init__(self, *, has_native: bool = True) -> None:

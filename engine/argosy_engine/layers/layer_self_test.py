@@ -104,14 +104,16 @@ class _Inputs:
         experts: ExpertsConfig | None = getattr(config, "experts", None)
         if experts is not None:
             routing = _smaller(experts.routing)
-            count, inner = routing.num_experts, experts.inner
-            self._experts = ExpertsSpec("", routing, hidden, inner, experts.activation)
+            count, inner, width = routing.num_experts, experts.inner, experts.latent_size or hidden
+            self._experts = spec = ExpertsSpec("", routing, width, inner, experts.activation)
+            rows = (len(spec.layers) - 1) * inner
+            self._tokens = self._draw(_ROWS, width)
             self._router_logits = self._draw(_ROWS, count)
             self._correction = self._draw(count) / 4 if routing.has_correction else None
-            self._w1 = self._draw(count, 2 * inner, hidden) / hidden**0.5
-            self._w2 = self._draw(count, hidden, inner) / inner**0.5
+            self._w1 = self._draw(count, rows, width) / width**0.5
+            self._w2 = self._draw(count, width, inner) / inner**0.5
             has_biases = experts.names.biases is not None
-            self._biases = (self._draw(count, 2 * inner), self._draw(count, hidden)) if has_biases else None
+            self._biases = (self._draw(count, rows), self._draw(count, width)) if has_biases else None
         self._delta_net: DeltaNetParams | None = getattr(
             config, "delta_net", None
         )  # not every family has one
@@ -252,7 +254,7 @@ class _Inputs:
         if activation is None:
             stacked = StackedExperts(w1, w2, gate_up_bias=b1, down_bias=b2)
             experts = TritonExperts(spec, stacked, self._correction)
-            return experts(self._x.to(dtype), self._router_logits, slots)
+            return experts(self._tokens.to(dtype), self._router_logits, slots)
         layers = {
             index: (
                 GatedLinear(
@@ -263,7 +265,7 @@ class _Inputs:
             for index in range(len(w1))
         }
         separate = SeparateExperts(spec, layers, self._correction)
-        return separate(self._x.to(dtype), self._router_logits, slots)
+        return separate(self._tokens.to(dtype), self._router_logits, slots)
 
 
 def _fewer_heads(params: DeltaNetParams) -> DeltaNetParams:

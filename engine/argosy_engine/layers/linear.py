@@ -147,7 +147,8 @@ class VocabParallelHead(Linear):
 
 
 class GatedLinear:
-    """activation(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in]; returns [T, inner]."""
+    """activation(gate) * up for x [T, in], where x W^T + b = [gate, up] with W [2 * inner, in]; returns [T, inner].
+    Without a gate W is [inner, in], and the result activation(x W^T + b)."""
 
     def __init__(self, kernel: GatedLinearKernel) -> None:
         self._kernel = kernel

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.layers.layer_kernels import GatedActivation, silu_and_mul
+from argosy_engine.layers.layer_kernels import GatedActivation, silu_and_mul, squared_relu
 from argosy_engine.native.library import DTYPES, Kernels, PackedLinear, kernels
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
@@ -42,7 +42,8 @@ class LinearKernel(Protocol):
 
 
 class GatedLinearKernel(Protocol):
-    """Computes activation(gate) * up, [T, inner], for x [T, in], where [gate, up] = x W^T + b."""
+    """Computes activation(gate) * up, [T, inner], for x [T, in], where [gate, up] = x W^T + b; without a gate
+    activation(x W^T + b)."""
 
     packed: PackedLinear | None
 
@@ -92,14 +93,17 @@ def gated_linear_kernel(
     *,
     is_traceable: bool = False,
 ) -> GatedLinearKernel:
-    """Choose a kernel for a weight [2 * inner, in], the gate's rows first, and move the weight into its layout.
+    """Choose a kernel for a weight [2 * inner, in], the gate's rows first, or without a gate [inner, in], and move the
+    weight into its layout.
 
     Args:
         is_traceable: choose one that torch.compile can trace.
     """
-    loaded = supporting_kernels(weight) if activation is silu_and_mul and not is_traceable else None
-    if loaded is not None and _fills_units(weight) and weight.shape[0] // 2 % loaded.lanes == 0:
+    loaded = None if is_traceable or not _fills_units(weight) else supporting_kernels(weight)
+    if loaded is not None and activation is silu_and_mul and weight.shape[0] // 2 % loaded.lanes == 0:
         return CpuGatedLinear(loaded, weight, bias)
+    if loaded is not None and activation is squared_relu:
+        return CpuSquaredReluLinear(loaded, weight, bias)
     return SplitGatedLinear(linear_kernel(weight, bias, is_traceable=is_traceable), activation)
 
 
@@ -149,6 +153,21 @@ class CpuGatedLinear:
     def __call__(self, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return self._kernels.gated_linear(x.contiguous(), self._packed)
+
+
+class CpuSquaredReluLinear:
+    """Our CPU kernels: relu(x W^T + b) ** 2."""
+
+    input_quantization: RowQuantization | None = None
+
+    def __init__(self, loaded: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._kernels = loaded
+        self._packed = loaded.pack_linear(weight, bias)
+        self.packed: PackedLinear | None = None  # of gated ones
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return self._kernels.squared_relu_linear(x.contiguous(), self._packed)
 
 
 class OneDnnLinear:

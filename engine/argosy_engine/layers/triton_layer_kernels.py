@@ -20,11 +20,17 @@ from argosy_engine.triton_kernels.rms_norm import (
 from argosy_engine.triton_kernels.silu_and_mul import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_fp8,
+    relu2,
+    relu2_fp8,
     silu_and_mul,
     silu_and_mul_fp8,
 )
 
-_FP8_ACTIVATIONS = {"silu": silu_and_mul_fp8, "gelu_pytorch_tanh": gelu_tanh_and_mul_fp8}
+_FP8_ACTIVATIONS = {
+    "silu": silu_and_mul_fp8,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul_fp8,
+    "relu2": relu2_fp8,
+}
 
 
 def _unless_traced(kernel: GatedActivation, plain: GatedActivation) -> GatedActivation:
@@ -41,6 +47,7 @@ class TritonLayerKernels:
     gated_activations: Mapping[str, GatedActivation] = {
         "silu": _unless_traced(silu_and_mul, layer_kernels.silu_and_mul),
         "gelu_pytorch_tanh": _unless_traced(gelu_tanh_and_mul, layer_kernels.gelu_tanh_and_mul),
+        "relu2": _unless_traced(relu2, layer_kernels.squared_relu),
     }
 
     def __init__(self) -> None:

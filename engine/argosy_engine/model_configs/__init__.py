@@ -6,7 +6,7 @@
     layer_norm_config      Cohere, Cohere 2, StarCoder 2
     experts_config         mixtures of experts
     qwen3_next_config      Qwen3-Next and Qwen3.5
-    mamba_config           Granite 4, Bamba and Falcon-H1
+    mamba_config           Granite 4, Bamba, Falcon-H1 and Nemotron-H
     lfm2_config            LFM2
     gemma_config           Gemma 2 and the text part of Gemma 3
     deepseek_config        DeepSeek V2 and V3, GLM-4.7-Flash

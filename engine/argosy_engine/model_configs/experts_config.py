@@ -12,9 +12,10 @@ from argosy_engine.model_configs.model_config import Positive, Size
 Count = Annotated[int, Meta(ge=1, le=4096)]
 ExpertLayer = Literal["gate", "up", "down"]
 EXPERT_LAYERS: tuple[ExpertLayer, ...] = ("gate", "up", "down")
-ExpertActivation = Literal["silu", "swigluoai"]
+ExpertActivation = Literal["silu", "swigluoai", "relu2"]
 """What an expert makes of its gate and up projections: silu(gate) * up, or gpt-oss' (up + 1) * gate *
-sigmoid(1.702 gate), of gates of at most 7 and ups within 7; the names are vLLM's."""
+sigmoid(1.702 gate), of gates of at most 7 and ups within 7; the names are vLLM's. Experts with relu2 have no gate:
+relu(up) ** 2 (Nemotron-H)."""
 
 
 class RoutingSpec(Struct, frozen=True, kw_only=True):
@@ -121,6 +122,9 @@ class ExpertsConfig(Struct, frozen=True, kw_only=True):
     """Its name in the sparse MLP."""
     has_shared_gate: bool = False
     """Whether its output is multiplied by the sigmoid of another linear layer's, called like it with `_gate`."""
+    latent_size: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Elements of what experts get and give, between two linear layers that they share (Nemotron 3 Super); 0: they get
+    the hidden states."""
 
     def divided_sizes(self, of_others: dict[str, int], has_whole_experts: bool) -> dict[str, int]:
         """Add to the sizes of a decoder's other parts what `ModelConfig.divided_sizes` returns for these."""

@@ -104,6 +104,10 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         return sizes if self.experts is None else self.experts.divided_sizes(sizes, has_whole_experts)
 
     @classmethod
+    def num_layers(cls, raw: RawConfig) -> int:
+        return layer_count(raw)
+
+    @classmethod
     def check_activation(cls, raw: RawConfig) -> None:
         """
         Raises:
@@ -126,7 +130,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "vocab_size": raw.get("vocab_size"),
             "hidden_size": raw.get("hidden_size"),
             "intermediate_size": raw.get("intermediate_size"),
-            "num_hidden_layers": layer_count(raw),
+            "num_hidden_layers": cls.num_layers(raw),
             "num_attention_heads": heads,
             "num_key_value_heads": raw.get("num_key_value_heads", KV_HEADS.get(architecture)) or heads,
             "head_dim": raw.get("head_dim") or (raw["hidden_size"] // heads if heads else None),
@@ -135,7 +139,7 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
             "qk_norm": None,
             "attention_bias": flag(raw, "attention_bias"),
             "mlp_bias": flag(raw, "mlp_bias"),
-            "sliding_windows": (None,) * layer_count(raw),
+            "sliding_windows": (None,) * cls.num_layers(raw),
         }
         fields |= cls.differences(raw)
         fields.setdefault("output_bias", fields["attention_bias"])

@@ -1,5 +1,5 @@
-"""MambaHybridConfig: the config of decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and
-Falcon-H1."""
+"""MambaHybridConfig: the config of decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba,
+Falcon-H1 and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from argosy_engine.attention.params import AttentionParams, MambaParams, StatePa
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, layer_count
+from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, flag, layer_count
 from argosy_engine.model_configs.rope_config import shared_rope_fields
 
-LayerType = Literal["linear_attention", "full_attention", "hybrid"]
-"""What mixes a layer's tokens: a Mamba layer, attention, or the sum of both, by transformers' names."""
+LayerType = Literal["linear_attention", "full_attention", "hybrid", "mlp", "moe"]
+"""What mixes a layer's tokens: a Mamba layer, attention, or the sum of both, by transformers' names. Layers of
+Nemotron-H are one of the first two, without an MLP, or an MLP or a mixture of experts alone."""
+_SINGLE: tuple[LayerType, ...] = ("linear_attention", "full_attention", "mlp", "moe")
 _Heads = Annotated[int, Meta(ge=1, le=4096)]
 
 
@@ -52,6 +54,8 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     mamba_output_bias: bool
     """Of the output projection."""
     multipliers: HybridMultipliers = HybridMultipliers()
+    has_single_blocks: bool = False
+    """Whether a layer is either a mixer or an MLP (Nemotron-H)."""
 
     def __post_init__(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
@@ -66,7 +70,9 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
         return tuple(
-            params[index] for index, kind in enumerate(self.layer_types) if kind != "linear_attention"
+            params[index]
+            for index, kind in enumerate(self.layer_types)
+            if kind in ("full_attention", "hybrid")
         )
 
     @property
@@ -83,14 +89,29 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def state_layers(self) -> tuple[StateParams, ...]:
-        return (self.mamba.state,) * sum(kind != "full_attention" for kind in self.layer_types)
+        return (self.mamba.state,) * sum(kind in ("linear_attention", "hybrid") for kind in self.layer_types)
 
     def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
         sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
-        sizes["intermediate_size"] = self.intermediate_size  # of what all tokens take beside experts, too
+        if not self.has_single_blocks or "mlp" in self.layer_types:
+            sizes["intermediate_size"] = self.intermediate_size  # of what all tokens take beside experts, too
+        else:
+            sizes.pop("intermediate_size", None)
         if self.state_layers:
             sizes["number of Mamba groups"] = self.mamba_num_groups
         return sizes
+
+    @classmethod
+    def num_layers(cls, raw: RawConfig) -> int:
+        is_nemotron = raw["architectures"][0] == "NemotronHForCausalLM"
+        return len(_nemotron_layers(raw)) if is_nemotron else super().num_layers(raw)
+
+    @classmethod
+    def check_activation(cls, raw: RawConfig) -> None:
+        if raw["architectures"][0] == "NemotronHForCausalLM":
+            _check_nemotron(raw)
+        else:
+            super().check_activation(raw)
 
     @classmethod
     def differences(cls, raw: RawConfig) -> dict[str, Any]:
@@ -101,7 +122,7 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
 def _check_time_steps(raw: RawConfig) -> None:
     """Refuse bounds of step sizes: transformers applies them in prompts and not while it decodes, so that tokens would
     depend on how a sequence is cut into steps."""
-    limit = raw.get("time_step_limit", (0.0, math.inf))
+    limit = raw.get("mamba_dt_limit", raw.get("time_step_limit", (0.0, math.inf)))
     bounds = [math.inf if each in ("Infinity", {"__float__": "Infinity"}) else each for each in limit or ()]
     if bounds != [0.0, math.inf]:
         raise NotOurs(f"time_step_limit {limit} is not supported, only 0 to infinity")
@@ -132,15 +153,16 @@ def _mamba(raw: RawConfig, inner: int) -> dict[str, Any]:
     }
 
 
+_PRESENT_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
 def _layer_types(kinds: Any) -> tuple[str, ...]:
     """Return layer types by their present names.
 
     Raises:
         NotOurs: there is another, or no attention.
     """
-    found = tuple(
-        {"mamba": "linear_attention", "attention": "full_attention"}.get(each, each) for each in kinds
-    )
+    found = tuple(_PRESENT_NAMES.get(each, each) for each in kinds)
     if others := sorted(set(found) - {"linear_attention", "full_attention"}):
         raise NotOurs(f"layer type {others[0]!r} is not supported, only linear_attention and full_attention")
     if "full_attention" not in found:
@@ -229,9 +251,102 @@ def _falcon_h1(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _nemotron_layers(raw: RawConfig) -> tuple[str, ...]:
+    """Return the layers of a Nemotron-H, whose number no field of its config changes.
+
+    Raises:
+        ConfigError: there are none, too many, or of other kinds.
+    """
+    kinds = raw.get("layer_types")  # the alias wins in transformers
+    if kinds is None:
+        kinds = raw.get("layers_block_type")
+    if kinds is None:
+        letters = dict(zip("M*-E", _SINGLE, strict=True))
+        pattern = raw.get("hybrid_override_pattern", "ME*-")
+        kinds = [letters.get(letter, letter) for letter in pattern]
+    layer_count({"layers": len(kinds)}, "layers")
+    found = tuple(_PRESENT_NAMES.get(each, each) for each in kinds)
+    if others := sorted(set(found) - set(_SINGLE)):
+        raise ConfigError(f"layer type {others[0]!r} is not supported, only {', '.join(_SINGLE)}")
+    return found
+
+
+def _check_nemotron(raw: RawConfig) -> None:
+    """
+    Raises:
+        NotOurs: it asks for what our code does not compute.
+    """
+    has_experts, has_latents = "moe" in _nemotron_layers(raw), bool(raw.get("moe_latent_size"))
+    for name, default, allowed in (
+        ("mlp_hidden_act", "relu2", ("relu2",)),
+        ("mamba_hidden_act", "silu", ("silu", "swish")),
+        ("tie_word_embeddings", False, (False,)),
+        ("sliding_window", None, (None,)),
+        *([("n_shared_experts", 1, (1,))] if has_experts else ()),
+        *([("mlp_bias", False, (False, None))] if has_experts and has_latents else ()),
+    ):
+        if (found := raw.get(name, default)) not in allowed:
+            raise NotOurs(
+                f"{name} {found!r} is not supported for Nemotron-H, only {allowed[0]!r}; --model-impl transformers "
+                "runs transformers' code, which lets no step size of a prompt be smaller than time_step_min"
+            )
+
+
+def _nemotron_h(raw: RawConfig) -> dict[str, Any]:
+    layers, hidden = _nemotron_layers(raw), raw.get("hidden_size", 4096)
+    if "full_attention" not in layers:
+        raise NotOurs("no layer has attention")
+    heads, has_bias = raw.get("num_attention_heads", 32), flag(raw, "use_bias")
+    fields: dict[str, Any] = {
+        "vocab_size": raw.get("vocab_size", 131072),
+        "hidden_size": hidden,
+        "intermediate_size": raw.get("intermediate_size", 21504),
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads", 8) or heads,
+        "head_dim": raw.get("head_dim", 128),
+        "attention_bias": False,
+        "rms_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+        "positions": raw.get("max_position_embeddings", 4096),
+        "rope": {"kind": "default"},
+        "unrotated_layers": tuple(range(len(layers))),
+        "layer_types": layers,
+        "has_single_blocks": True,
+        "mamba_num_heads": raw.get("mamba_num_heads", 128),
+        "mamba_head_dim": raw.get("mamba_head_dim", 64),
+        "mamba_num_groups": raw.get("mamba_n_groups", raw.get("n_groups", 8)),
+        "mamba_state_size": raw.get("ssm_state_size", 128),
+        "mamba_kernel_size": raw.get("mamba_d_conv", raw.get("conv_kernel", 4)),
+        "mamba_conv_bias": bool(raw.get("mamba_conv_bias", raw.get("use_conv_bias", True))),
+        "mamba_bias": has_bias,
+        "mamba_output_bias": has_bias,
+    }
+    if "moe" in layers:
+        fields["experts"] = {
+            "routing": {
+                "num_experts": raw.get("num_local_experts", raw.get("n_routed_experts", 8)),
+                "experts_per_token": raw.get("num_experts_per_tok", 2),
+                "scores": "sigmoid",
+                "normalises": raw.get("norm_topk_prob", True),
+                "scaling": raw.get("routed_scaling_factor", 1.0),
+                "has_correction": True,
+                "num_groups": raw.get("n_group", 1),
+                "groups_per_token": raw.get("topk_group", 1),
+            },
+            "inner": raw.get("moe_intermediate_size", 7688),
+            "is_sparse": tuple(kind == "moe" for kind in layers),
+            "activation": "relu2",
+            "has_float32_router": True,
+            "mlp": "mixer.",
+            "shared_size": raw.get("moe_shared_expert_intermediate_size", 7688),
+            "latent_size": raw.get("moe_latent_size") or 0,
+        }
+    return fields
+
+
 _DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "BambaForCausalLM": _bamba,
     "FalconH1ForCausalLM": _falcon_h1,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "NemotronHForCausalLM": _nemotron_h,
 }
 """By the architecture, what `LlamaConfig.differences` returns."""

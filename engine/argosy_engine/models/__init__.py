@@ -6,6 +6,7 @@
     layer_norm_decoder     Cohere, Cohere 2, StarCoder 2
     qwen3_next             Qwen3-Next and Qwen3.5
     mamba_hybrid           Granite 4, Bamba and Falcon-H1
+    nemotron_h             Nemotron-H and Nemotron 3
     lfm2                   LFM2
     gemma                  Gemma 2 and the text part of Gemma 3
     deepseek               DeepSeek V2 and V3, GLM-4.7-Flash

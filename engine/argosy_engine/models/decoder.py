@@ -1,4 +1,4 @@
-"""Decoder: what Llama, DeepSeek, Qwen3-Next, LFM2 and hybrids with Mamba have in common, and the layer of those whose
+"""Decoder: what Llama, DeepSeek, Qwen3-Next, LFM2 and hybrids with Mamba have in common, and the layers of those whose
 mixers differ.
 
 A layer gets and gives a pair of tensors whose sum is the hidden states: the sum is left to the next norm, which reads
@@ -115,7 +115,7 @@ class Decoder(ABC, Generic[LayerT]):
     Args:
         eps: of the final norm.
         adds_one: whether it multiplies by 1 + weight.
-        final_norm: its name.
+        embedding, final_norm: names of the embedding and of that norm.
         embedding_multiplier: factor on the embeddings.
         logits_scaling: logits are divided by it.
     """
@@ -130,6 +130,7 @@ class Decoder(ABC, Generic[LayerT]):
         eps: float,
         *,
         adds_one: bool = False,
+        embedding: str = "model.embed_tokens",
         final_norm: str = "model.norm",
         embedding_multiplier: float = 1.0,
         logits_scaling: float = 1.0,
@@ -137,7 +138,7 @@ class Decoder(ABC, Generic[LayerT]):
         self.embedding_multiplier, self.logits_scaling = embedding_multiplier, logits_scaling
         vocab_size, hidden, is_tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
         before = factory.before_layers(is_tied=is_tied)
-        self.embedding = before.embedding("model.embed_tokens.weight", vocab_size, hidden)
+        self.embedding = before.embedding(embedding + ".weight", vocab_size, hidden)
         self.layers = self.make_layers(factory)
         after = factory.after_layers()
         self._eps, self._adds_one, self._hidden, self._final_norm = eps, adds_one, hidden, final_norm

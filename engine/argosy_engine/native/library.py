@@ -170,6 +170,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
     "linear": (c_int, c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
     "gated_linear": (c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
+    "squared_relu_linear": (c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
     "rotate_and_write": (c_int, POINTER(AttentionLayerStruct), POINTER(StepStruct), c_void_p),
     "attention": (c_int, POINTER(AttentionLayerStruct), POINTER(StepStruct), c_void_p, c_int64, c_void_p),
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float),
@@ -263,6 +264,14 @@ class Kernels:
         """Compute silu(gate) * up, [T, out / 2], for x [T, in], where [gate, up] = x W^T + b."""
         y = torch.empty((x.shape[0], packed.out_features // 2), dtype=x.dtype)
         self._library.argosy_gated_linear(
+            DTYPES[x.dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
+        )
+        return y
+
+    def squared_relu_linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """Compute relu(x W^T + b) ** 2, [T, out], for x [T, in]."""
+        y = torch.empty((x.shape[0], packed.out_features), dtype=x.dtype)
+        self._library.argosy_squared_relu_linear(
             DTYPES[x.dtype], packed.struct, x.data_ptr(), y.data_ptr(), x.shape[0]
         )
         return y

@@ -1,4 +1,4 @@
-"""Activations of gated MLPs (arXiv 2002.05202), for use inside kernels. In float32."""
+"""Activations of MLPs, gated (arXiv 2002.05202) or squared ReLUs (2109.08668), for use inside kernels. In float32."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def silu(x):
 def gelu_tanh(x):
     # x * (1 + tanh(y)) / 2 is x * sigmoid(2 y): exact where tanh is close to -1, and needs no libdevice.
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def squared_relu(x):
+    kept = tl.where(x < 0.0, 0.0, x)  # NaN is kept
+    return kept * kept
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """A mixture of experts as grouped matrix products over tokens sorted by expert (arXiv 2211.15841).
 
-Five launches: two to route (`moe_routing`), the experts' gate and up projections with the activation, their down
-projections, either of the two with the routing weight, and the sum over a token's experts. Grids have the size of the
-worst case; programs past the last tile return at once. Weights in FP8 are widened to the activations' dtype on their
-way to the tensor cores: small batches are bound by reading weights, which this halves, and activations are not
-quantised.
+Five launches: two to route (`moe_routing`), the experts' gate and up projections with the activation (without a gate,
+up alone), their down projections, either of the two with the routing weight, and the sum over a token's experts. Grids
+have the size of the worst case; programs past the last tile return at once. Weights in FP8 are widened to the
+activations' dtype on their way to the tensor cores: small batches are bound by reading weights, which this halves, and
+activations are not quantised.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.activations import gelu_tanh, silu, swigluoai
+from argosy_engine.triton_kernels.activations import gelu_tanh, silu, squared_relu, swigluoai
 from argosy_engine.triton_kernels.device_traits import DeviceTraits, device_traits
 from argosy_engine.triton_kernels.launch import launch
 from argosy_engine.triton_kernels.moe_routing import Routing, route
 
-Activation = Literal["silu", "gelu", "swigluoai"]
+Activation = Literal["silu", "gelu", "swigluoai", "relu2"]
 _GROUP = 8
 """Tiles that run over the same columns of the weights one after another, so that they find them in the L2 cache."""
 
@@ -84,37 +84,52 @@ def _gate_up_experts(
     gate_row = n % inner
     x = x_ptr + token[:, None] * x_stride + k[None, :]
     gate_weight = weight_ptr + expert * expert_stride + gate_row[None, :] * weight_stride + k[:, None]
-    up_weight = gate_weight + inner * weight_stride
-    gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if ACTIVATION == "relu2":  # there is no gate
+        up_weight = gate_weight
+    else:
+        up_weight = gate_weight + inner * weight_stride
+        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, hidden, BLOCK_K):
         if IS_EVEN:
             a = tl.load(x + start, mask=is_row[:, None], other=0.0)
-            gate_b = tl.load(gate_weight + start)
+            if ACTIVATION != "relu2":
+                gate_b = tl.load(gate_weight + start)
             up_b = tl.load(up_weight + start)
         else:
             in_row = start + k < hidden
             a = tl.load(x + start, mask=is_row[:, None] & in_row[None, :], other=0.0)
-            gate_b = tl.load(gate_weight + start, mask=in_row[:, None], other=0.0)
+            if ACTIVATION != "relu2":
+                gate_b = tl.load(gate_weight + start, mask=in_row[:, None], other=0.0)
             up_b = tl.load(up_weight + start, mask=in_row[:, None], other=0.0)
-        gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
+        if ACTIVATION != "relu2":
+            gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
         up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
     if scale_ptr is not None:
         scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
-        gate *= tl.load(scale)[None, :]
-        up *= tl.load(scale + inner * scale_stride)[None, :]
+        if ACTIVATION != "relu2":
+            gate *= tl.load(scale)[None, :]
+            scale += inner * scale_stride
+        up *= tl.load(scale)[None, :]
     if routing_weights_ptr is not None:
         routing_weight = tl.load(routing_weights_ptr + pair, mask=is_row, other=0.0)
-        gate *= routing_weight[:, None]
+        if ACTIVATION != "relu2":
+            gate *= routing_weight[:, None]
         up *= routing_weight[:, None]
     if bias_ptr is not None:
-        bias = bias_ptr + expert * 2 * inner + gate_row
-        gate += tl.load(bias).to(tl.float32)[None, :]
-        up += tl.load(bias + inner).to(tl.float32)[None, :]
+        if ACTIVATION == "relu2":
+            bias = bias_ptr + expert * inner + gate_row
+        else:
+            bias = bias_ptr + expert * 2 * inner + gate_row
+            gate += tl.load(bias).to(tl.float32)[None, :]
+            bias += inner
+        up += tl.load(bias).to(tl.float32)[None, :]
     if ACTIVATION == "gelu":
         product = gelu_tanh(gate) * up
     elif ACTIVATION == "swigluoai":
         product = swigluoai(gate, up)
+    elif ACTIVATION == "relu2":
+        product = squared_relu(up)
     else:
         product = silu(gate) * up
     out = out_ptr + row.to(tl.int64)[:, None] * inner + n[None, :]
@@ -212,22 +227,26 @@ def fused_moe(
     out: torch.Tensor | None = None,
     **choice: Any,
 ) -> torch.Tensor:
-    """Run each token through its k best experts, gated MLPs, and return the weighted sum, [T, hidden].
+    """Run each token through its k best experts and return the weighted sum, [T, hidden].
+
+    Experts are gated MLPs or, with the activation `relu2`, have no gate.
 
     The weights may be those of consecutive experts only, of which a token may then have fewer than k, or none.
 
     Args:
         x: [T, hidden], float32, bfloat16 or float16; rows may be strided.
         logits: the router's, [T, number of all experts].
-        w1: gate and up projections, [num_experts, 2 * inner, hidden], x's dtype or float8_e4m3fn.
+        w1: gate and up projections, [num_experts, 2 * inner, hidden], or up alone, [num_experts, inner, hidden]; x's
+            dtype or float8_e4m3fn.
         w2: down projections, [num_experts, hidden, inner], w1's dtype.
         experts_per_token: k.
         normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
         scales_inputs: whether a token's weights are factors on what its experts get, instead of on what they give.
-        activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`).
-        w1_scale: float32 factors of FP8 weights: [num_experts], or [num_experts, 2 * inner] for one per channel.
+        activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`),
+            `relu2` the square of a ReLU, without a gate.
+        w1_scale: float32 factors of FP8 weights: [num_experts], or one for each of w1's rows.
         w2_scale: [num_experts] or [num_experts, hidden].
-        w1_bias: [num_experts, 2 * inner], contiguous; None: none.
+        w1_bias: one for each of w1's rows, contiguous; None: none.
         w2_bias: [num_experts, hidden], contiguous.
         slot_mapping: int64 [T]; rows with -1 are padding: no expert computes them and their output is 0.
         first_expert: index of the first expert of the weights.
@@ -254,7 +273,8 @@ def fused_moe(
     products = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     if out is None:
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    tiling = _Tiling.choose(traits, x.dtype, w1.dtype, tile_rows, depth=hidden, products=2)
+    products_at_once = 1 if activation == "relu2" else 2
+    tiling = _Tiling.choose(traits, x.dtype, w1.dtype, tile_rows, depth=hidden, products=products_at_once)
     columns = triton.cdiv(inner, tiling.block_n)
     launch(
         _gate_up_experts,

@@ -1,4 +1,5 @@
-"""The activation of gated MLPs: silu(gate) * up, or Gemma's gelu(gate) * up (arXiv 2002.05202).
+"""The activation of MLPs: silu(gate) * up, Gemma's gelu(gate) * up (arXiv 2002.05202), or without a gate relu(up) ** 2
+(2109.08668).
 
 The result can be written in FP8, as the input of an FP8 product. With a scale that is known, programs share a row as
 otherwise. A scale per row needs the row's largest magnitude first: one program has the row, and holds it in registers,
@@ -7,11 +8,13 @@ or computes it twice if it is too wide, the second time from what the L2 cache h
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.activations import gelu_tanh, silu
+from argosy_engine.triton_kernels.activations import gelu_tanh, silu, squared_relu
 from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
 from argosy_engine.triton_kernels.launch import launch
 
@@ -22,17 +25,22 @@ ROW_BLOCK = 16384
 PART_BLOCK = 8192
 """Columns of a wider row that a program has at a time, beside the largest magnitudes so far."""
 
+_Activation = Literal["silu", "gelu", "relu2"]
+
 
 @triton.jit
-def _product(gate_up_ptr, inner, columns, IS_GELU: tl.constexpr):
+def _product(gate_up_ptr, inner, columns, ACTIVATION: tl.constexpr):
     """Return the activation of some columns of the row at gate_up_ptr; 0 beyond its end."""
     mask = columns < inner
-    gate = tl.load(gate_up_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + inner + columns, mask=mask, other=0.0).to(tl.float32)
-    if IS_GELU:
-        product = gelu_tanh(gate) * up
+    first = tl.load(gate_up_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "relu2":
+        product = squared_relu(first)
     else:
-        product = silu(gate) * up
+        up = tl.load(gate_up_ptr + inner + columns, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION == "gelu":
+            product = gelu_tanh(first) * up
+        else:
+            product = silu(first) * up
     return product
 
 
@@ -45,13 +53,13 @@ def _activation_and_mul(
     gate_up_stride,
     out_stride,
     inner,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of columns of one row per program; in FP8 with one scale for all rows."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    product = _product(gate_up_ptr + row * gate_up_stride, inner, columns, IS_GELU)
+    product = _product(gate_up_ptr + row * gate_up_stride, inner, columns, ACTIVATION)
     if scale_ptr is None:
         out = product.to(out_ptr.dtype.element_ty)
     else:
@@ -69,7 +77,7 @@ def _activation_and_mul_fp8(
     row_scales_ptr,
     gate_up_stride,
     inner,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     FITS: tl.constexpr,
 ):
@@ -79,17 +87,17 @@ def _activation_and_mul_fp8(
     out_ptr += row * inner
     columns = tl.arange(0, BLOCK)
     if FITS:
-        product = _product(gate_up_ptr, inner, columns, IS_GELU)
+        product = _product(gate_up_ptr, inner, columns, ACTIVATION)
         scale = row_scale(tl.max(tl.abs(product), axis=0))
         tl.store(out_ptr + columns, to_fp8(product, scale), mask=columns < inner)
     else:
         largest = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, inner, BLOCK):
-            product = _product(gate_up_ptr, inner, start + columns, IS_GELU)
+            product = _product(gate_up_ptr, inner, start + columns, ACTIVATION)
             largest = tl.maximum(largest, tl.abs(product))
         scale = row_scale(tl.max(largest, axis=0))
         for start in range(0, inner, BLOCK):
-            product = _product(gate_up_ptr, inner, start + columns, IS_GELU)
+            product = _product(gate_up_ptr, inner, start + columns, ACTIVATION)
             tl.store(out_ptr + start + columns, to_fp8(product, scale), mask=start + columns < inner)
     tl.store(row_scales_ptr + row, scale)
 
@@ -101,12 +109,17 @@ def silu_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> t
         gate_up: [T, 2 * inner], gate before up, float32, bfloat16 or float16; rows may be strided.
         out: [T, inner]; default: allocated with the dtype of gate_up.
     """
-    return _launch(gate_up, out, is_gelu=False)
+    return _launch(gate_up, out, "silu")
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return gelu(gate) * up with gelu's tanh approximation; see `silu_and_mul`."""
-    return _launch(gate_up, out, is_gelu=True)
+    return _launch(gate_up, out, "gelu")
+
+
+def relu2(up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return relu(up) ** 2 of up [T, inner]; see `silu_and_mul`."""
+    return _launch(up, out, "relu2")
 
 
 def silu_and_mul_fp8(gate_up: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,25 +128,33 @@ def silu_and_mul_fp8(gate_up: torch.Tensor, scale: torch.Tensor | None) -> tuple
     Args:
         scale: float32 [1], of all rows; None: each row's largest magnitude becomes 448, the largest FP8 number.
     """
-    return _launch_fp8(gate_up, scale, is_gelu=False)
+    return _launch_fp8(gate_up, scale, "silu")
 
 
 def gelu_tanh_and_mul_fp8(
     gate_up: torch.Tensor, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `gelu_tanh_and_mul` in FP8, and the scales; see `silu_and_mul_fp8`."""
-    return _launch_fp8(gate_up, scale, is_gelu=True)
+    return _launch_fp8(gate_up, scale, "gelu")
+
+
+def relu2_fp8(up: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `relu2` in FP8, and the scales; see `silu_and_mul_fp8`."""
+    return _launch_fp8(up, scale, "relu2")
+
+
+def _inner(gate_up: torch.Tensor, activation: _Activation) -> int:
+    return gate_up.shape[1] if activation == "relu2" else gate_up.shape[1] // 2
 
 
 def _launch(
     gate_up: torch.Tensor,
     out: torch.Tensor | None,
+    activation: _Activation,
     scale: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
-    *,
-    is_gelu: bool,
 ) -> torch.Tensor:
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, inner = gate_up.shape[0], _inner(gate_up, activation)
     if out is None:
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_BLOCK, triton.next_power_of_2(inner))
@@ -149,20 +170,20 @@ def _launch(
         gate_up_stride=gate_up.stride(0),
         out_stride=out.stride(0),
         inner=inner,
-        IS_GELU=is_gelu,
+        ACTIVATION=activation,
         BLOCK=block,
     )
     return out
 
 
 def _launch_fp8(
-    gate_up: torch.Tensor, scale: torch.Tensor | None, *, is_gelu: bool
+    gate_up: torch.Tensor, scale: torch.Tensor | None, activation: _Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, inner = gate_up.shape[0], _inner(gate_up, activation)
     out = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=gate_up.device)
     row_scales = torch.empty((rows, 1), dtype=torch.float32, device=gate_up.device)
     if scale is not None:
-        return _launch(gate_up, out, scale, row_scales, is_gelu=is_gelu), row_scales
+        return _launch(gate_up, out, activation, scale, row_scales), row_scales
     fits = inner <= ROW_BLOCK
     block = triton.next_power_of_2(inner) if fits else PART_BLOCK
     launch(
@@ -175,7 +196,7 @@ def _launch_fp8(
         row_scales_ptr=row_scales,
         gate_up_stride=gate_up.stride(0),
         inner=inner,
-        IS_GELU=is_gelu,
+        ACTIVATION=activation,
         BLOCK=block,
         FITS=fits,
     )

@@ -1,5 +1,5 @@
-"""Cases of the experts' matrix products: shapes of Qwen3-30B-A3B, Mixtral, gpt-oss-20b and Llama-4-Scout, from one
-token to a full prefill."""
+"""Cases of the experts' matrix products: shapes of Qwen3-30B-A3B, Mixtral, gpt-oss-20b, Llama-4-Scout and Nemotron 3
+Nano, from one token to a full prefill."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _QWEN3 = (128, 8, 2048, 768)
 _MIXTRAL = (8, 2, 4096, 14336)
 _GPT_OSS = (32, 4, 2880, 2880)
 _LLAMA_4 = (16, 1, 5120, 8192)
+_NEMOTRON_3 = (128, 6, 2688, 1856)
 
 
 def cases(traits: DeviceTraits) -> Iterator[Case]:
@@ -32,6 +33,17 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                     f"{name}, FP8 weights, {tokens} tokens, 128 experts",
                     _call(tokens, *_QWEN3, dtype=dtype, is_fp8=True),
                 )
+    for tokens in (1, 512, 1024, 8192):
+        yield Case(
+            f"bf16, {tokens} tokens, 128 experts without a gate",
+            _call(tokens, *_NEMOTRON_3, dtype=torch.bfloat16, is_nemotron_3=True),
+            is_sampled=tokens == 512,
+        )
+        if traits.has_fp8:
+            yield Case(
+                f"bf16, FP8 weights, {tokens} tokens, 128 experts without a gate",
+                _call(tokens, *_NEMOTRON_3, dtype=torch.bfloat16, is_fp8=True, is_nemotron_3=True),
+            )
     for tokens in (1, 512, 8192):
         yield Case(
             f"bf16, {tokens} tokens, 32 experts with biases",
@@ -57,25 +69,26 @@ def _call(
     is_fp8: bool = False,
     is_gpt_oss: bool = False,
     is_llama_4: bool = False,
+    is_nemotron_3: bool = False,
 ) -> Callable[[], object]:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
     def call() -> object:
-        weight_dtype = torch.float8_e4m3fn if is_fp8 else dtype
+        weight_dtype, rows = torch.float8_e4m3fn if is_fp8 else dtype, inner if is_nemotron_3 else 2 * inner
         return fused_moe(
             empty(tokens, hidden),
             empty(tokens, experts),
-            empty(experts, 2 * inner, hidden, dtype=weight_dtype),
+            empty(experts, rows, hidden, dtype=weight_dtype),
             empty(experts, hidden, inner, dtype=weight_dtype),
             k,
             normalises=not is_llama_4,
-            is_sigmoid=is_llama_4,
+            is_sigmoid=is_llama_4 or is_nemotron_3,
             scales_inputs=is_llama_4,
-            activation="swigluoai" if is_gpt_oss else "silu",
+            activation="swigluoai" if is_gpt_oss else "relu2" if is_nemotron_3 else "silu",
             w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,
             w2_bias=empty(experts, hidden) if is_gpt_oss else None,
-            w1_scale=empty(experts, 2 * inner, dtype=torch.float32) if is_fp8 else None,
+            w1_scale=empty(experts, rows, dtype=torch.float32) if is_fp8 else None,
             w2_scale=empty(experts, hidden, dtype=torch.float32) if is_fp8 else None,
         )
 

@@ -29,5 +29,12 @@ void argosy_gated_linear(int dtype, const Linear* linear, const void* x, void* y
   });
 }
 
+void argosy_squared_relu_linear(int dtype, const Linear* linear, const void* x, void* y, int rows) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    LinearJob<T, T, Result::kSquaredRelu>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows).run();
+  });
+}
+
 }  // extern "C"
 #pragma GCC visibility pop

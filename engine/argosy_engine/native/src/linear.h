@@ -49,8 +49,8 @@ struct Linear {
   int32_t out, units;
 };
 
-// How a panel's sums are written: as they are, or as silu(gate) * up.
-enum class Result { kPlain, kGated };
+// How a panel's sums are written: as they are, as silu(gate) * up, or as relu(sum)^2.
+enum class Result { kPlain, kGated, kSquaredRelu };
 
 template <class T, class Out, Result kResult = Result::kPlain>
 struct LinearJob {
@@ -121,10 +121,16 @@ struct LinearJob {
     const int lanes = out - column;
     Out* to = y + int64_t(row) * out + column;
     if (lanes >= kLanes) {
-      store(to, bias ? sum + load(bias + column) : sum);
+      store(to, result(bias ? sum + load(bias + column) : sum));
     } else if (lanes > 0) {
-      store_first(to, bias ? sum + load_first(bias + column, lanes) : sum, lanes);
+      store_first(to, result(bias ? sum + load_first(bias + column, lanes) : sum), lanes);
     }
+  }
+
+  static ARGOSY_INLINE vfloat result(vfloat sum) {
+    if constexpr (kResult != Result::kSquaredRelu) return sum;
+    const vfloat kept = sum < vfloat{} ? vfloat{} : sum;  // NaN is kept
+    return kept * kept;
   }
 
   ARGOSY_INLINE void write_gated(int row, int panel, vfloat gate, vfloat up) const {
