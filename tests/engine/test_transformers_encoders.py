@@ -393,4 +393,8 @@ def test_a_text_that_is_too_long_is_refused_before_it_runs(served: tuple[str, An
     url, _ = served
     answer = httpx.post(f"{url}/v1/embeddings", json={"model": "m", "input": words(*[9] * 127)})
     assert answer.status_code == 400, answer.text
-    assert "maximum context length is 128 tokens" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "maximum context length is 128 tokens" in message
+    assert message.endswith(
+        "set truncate_prompt_tokens: the number of tokens that stay, or -1 for all that fit"
+    )
