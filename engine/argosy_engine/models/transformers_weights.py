@@ -262,7 +262,7 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
             continue
         if is_mxfp4 and (packed := _MXFP4.fullmatch(name)) is not None and tensor.dtype == "U8":
             if packed[2] == "blocks":
-                _check_mxfp4(path, config, name, tensor, stored)
+                _check_mxfp4(path, name, tensor, stored)
                 found[packed[1]] = experts(own.removesuffix("_blocks"), tuple(tensor.shape))
             continue
         if tensor.dtype in _PLAIN or tensor.dtype in _WHOLE:
@@ -281,15 +281,10 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
 
 def _check_mxfp4(
     path: Path,
-    config: TransformersConfig,
     name: str,
     tensor: StoredTensor,
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    if not config.architecture.startswith("GptOss"):
-        raise _misfit(
-            path, name, f"is in MXFP4, whose layout is known of gpt-oss, not of {config.architecture}"
-        )
     scales = stored.get(name.removesuffix("_blocks") + "_scales")
     if len(tensor.shape) != 4 or scales is None or scales.shape != tensor.shape[:3]:
         raise _misfit(path, name, f"is {list(tensor.shape)}, and its scales do not fit it")
