@@ -299,7 +299,10 @@ def test_configs_that_do_not_fit_are_refused(fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_impl": "argosy"}, "architecture BertModel is not supported"),
+        (
+            {"model_impl": "argosy"},
+            "BertModel is not an architecture of argosy's own; leave out --model-impl argosy",
+        ),
         ({"convert": "classify"}, "BertModel has no head for labels"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"hf_overrides": {"architectures": ["RobertaModel"]}}, "is not a BertModel with another head"),
