@@ -27,6 +27,14 @@ OTHER_ENGINES = (
 """The way out for a model that this engine does not serve; ends a message."""
 
 
+def installation(extra: str) -> str:
+    """Return how an optional part of the package is installed, of which no index has a release."""
+    return (
+        f"`pip install '.[{extra}]'` in the checkout, or `pip install 'FILE.whl[{extra}]'` with a wheel that was built "
+        "of it; the engine's image has it"
+    )
+
+
 class EngineError(Exception):
     """Base of every error the engine raises on purpose."""
 

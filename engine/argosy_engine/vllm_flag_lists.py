@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argosy_engine.vllm_flags import LOCAL_SIZE, VllmFlag
 
+_NO_CODE = "a checkpoint's code is never run; its model runs on argosy's own code or on transformers'"
 _NO_LORA = "adapters are not served yet; serve the merged model"
 _ONE_NODE = "an engine's cores are processes of one node; run one service per node behind the router"
 _NO_TRANSFER = "KV caches are not moved between engines; the router sends a prefix to where it is cached"
@@ -84,7 +85,7 @@ WITHOUT_EFFECT = (
     VllmFlag("enable-prompt-tokens-details", "usage always has prompt_tokens_details", True),
     VllmFlag("enable-server-load-tracking", "/load always answers", True),
     VllmFlag("enable-sleep-mode", "/sleep and /wake_up always exist, for the admin key", True),
-    VllmFlag("trust-remote-code", "a checkpoint's code is never run; the engine's own model is", True),
+    VllmFlag("trust-remote-code", _NO_CODE, True),
     VllmFlag("uvicorn-log-level", "--log-level is the level of all messages"),
     VllmFlag("disable-uvicorn-access-log", "requests are logged with --access-log only", True),
     VllmFlag("disable-access-log-for-endpoints", "--access-log leaves out probes and /metrics"),
@@ -117,7 +118,7 @@ RARE_WITHOUT_EFFECT = (
     ),
     VllmFlag("renderer-num-workers", "short prompts need no thread, and long ones have their own"),
     VllmFlag("model-loader-extra-config", "weights are read in parallel in any case"),
-    VllmFlag("code-revision", "a checkpoint's code is never run; the engine's own model is"),
+    VllmFlag("code-revision", _NO_CODE),
     VllmFlag("ignore-patterns", "only the files that are needed are fetched", is_list=True),
     VllmFlag("use-tqdm-on-load", "a terminal gets a bar while the model is loaded", True),
     VllmFlag("log-error-stack", "an error that is not the client's is always logged with its stack", True),

@@ -22,7 +22,7 @@ from docs_reference.resource import resource_page
 ROOT = Path(__file__).parents[2]
 
 _ENGINE_FLAGS = """\
-Flags of `argosy serve MODEL`; `argosy doctor MODEL` takes those of the engine. `--config FILE` reads a YAML file whose
+Flags of `argosy serve MODEL`; `argosy doctor MODEL` takes them all. `--config FILE` reads a YAML file whose
 keys are flag names with `-` or `_`. The command line wins over the file, and the file over the default; the keys of
 [environment variables](environment.md) are accepted in addition. Names and
 meanings are vLLM's where vLLM has the flag. Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""

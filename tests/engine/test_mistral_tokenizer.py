@@ -117,6 +117,7 @@ def renderer_of(folder: Path, **defaults: Any) -> Renderer:
         model_name="m",
         vocab_size=4096,
         max_model_len=MAX_MODEL_LEN,
+        pooling=None,
         logits_processors=(),
     )
     tokenizer = TokenizerConfig(folder=str(prepared.folder), mistral_file=str(prepared.mistral_file))

@@ -130,7 +130,7 @@ def test_a_prompt_may_fill_the_context(limit: int, checkpoint: Checkpoint, tmp_p
             (result,) = llm.classify([prompt], use_tqdm=False)
             assert result.error is None
             close_to(result.outputs.probs, logits(reference, prompt).sigmoid())
-        with pytest.raises(InvalidRequest, match="maximum context length"):
+        with pytest.raises(InvalidRequest, match=r"maximum context length.*set truncate_prompt_tokens: "):
             llm.classify([[*prompt, 5]], use_tqdm=False)
 
 

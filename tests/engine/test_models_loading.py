@@ -14,25 +14,32 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_field
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from argosy_engine import LLM, EngineArgs, SamplingParams
 from argosy_engine.api.doctor import diagnose
+from argosy_engine.api.doctor import main as doctor
 from argosy_engine.checkpoint import weights
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.model_configs.gemma_config import GemmaConfig
+from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields
-from argosy_engine.models import loader
-from argosy_engine.models.config_file import load_model_config
-from argosy_engine.models.loader import LoadProgress, load_model, plan_weights
+from argosy_engine.models import loader, registry
+from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, parse_config
+from argosy_engine.models.loader import LoadProgress, complete_config, load_model, plan_weights
+from argosy_engine.sizing.device import DeviceMemory
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
+from transformers_checkpoints import architecture_of, small_config, write_checkpoint
 
 CPU = torch.device("cpu")
+MEMORY = DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30)
 TOKENIZER = Path(__file__).parents[2] / "models" / "argosy-tiny" / "tokenizer.json"
 
 
@@ -65,8 +72,8 @@ def sharded(made: Any, tmp_path: Path) -> Path:
     return path
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    config = load_model_config(path)
+def load(path: Path, dtype: torch.dtype = torch.float32, use: ModelUse = AS_IT_IS) -> Any:
+    config = complete_config(load_model_config(path, use))
     return load_model(
         path,
         config,
@@ -77,6 +84,11 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
         load_format="auto",
         seed=0,
     ).model
+
+
+def with_tokenizer(path: Path) -> Path:
+    shutil.copy(TOKENIZER, path)
+    return path
 
 
 def change_tensors(path: Path, change: Any) -> None:
@@ -191,6 +203,157 @@ def test_other_formats_are_refused(llama: Path) -> None:
 
 
 # Configs
+
+KIMI = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    "AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None],
+}
+NEMOTRON = {"AutoConfig": "c.NemotronHConfig", "AutoModelForCausalLM": "m.NemotronHForCausalLM"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "is_replaced"),
+    [
+        ("deepseek_v3", {"model_type": "kimi_k2", "auto_map": KIMI}, True),
+        ("deepseek_v3", {"auto_map": {**KIMI, "AutoModel": "m.DeepseekModel"}}, True),
+        ("deepseek_v3", {"auto_map": {"AutoModel": "m.DeepseekModel"}}, False),
+        ("deepseek_v3", {"model_type": "deepseek_v4", "auto_map": KIMI}, False),
+        ("deepseek_v3", {"auto_map": {**KIMI, "AutoConfig": "c.KimiConfig"}}, False),
+        ("deepseek_v3", {"auto_map": {**KIMI, "AutoModelForCausalLM": "m.DeepseekV2ForCausalLM"}}, False),
+        ("deepseek_v3", {"auto_map": "DeepseekV3ForCausalLM"}, False),
+        ("nemotron_h", {"auto_map": NEMOTRON}, True),
+        ("nemotron_h", {"model_type": "llama", "auto_map": NEMOTRON}, False),
+        (
+            "nemotron_h",
+            {"architectures": ["LoopForCausalLM"], "auto_map": {"AutoModelForCausalLM": "m.LoopForCausalLM"}},
+            False,
+        ),
+    ],
+)
+def test_code_that_bears_the_names_of_known_code_is_replaced(
+    model_type: str, fields: dict[str, Any], is_replaced: bool
+) -> None:
+    raw = {**small_config(model_type).to_dict(), "architectures": [architecture_of(model_type)], **fields}
+    if is_replaced:
+        without = parse_config({name: value for name, value in raw.items() if name != "auto_map"}, {}, {})
+        assert parse_config(raw, {}, {}) == replace_field(without, replaced_code=True)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"that is never done, and it is not called like .*--hf-overrides"
+        ):
+            parse_config(raw, {}, {})
+
+
+@pytest.mark.parametrize("architecture", registry.architectures())
+def test_only_the_experts_of_gpt_oss_are_read_from_mxfp4(architecture: str) -> None:
+    types = [name for name, found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if found == architecture]
+    (model_type,) = (name for name in types if registry.is_of_type(architecture, name))
+    raw = {**small_config(model_type).to_dict(), "architectures": [architecture]}
+    quantised = {**raw, "quantization_config": {"quant_method": "mxfp4"}}
+    if architecture == "GptOssForCausalLM":
+        assert parse_config(quantised, {}, {}).quantization is not None
+    else:
+        with pytest.raises(
+            ConfigError, match=f"MXFP4, whose layout is known of gpt-oss, not of {architecture}"
+        ):
+            parse_config(quantised, {}, {})
+
+
+def test_stacked_experts_are_not_read_from_fp8() -> None:
+    raw = {**small_config("gpt_oss").to_dict(), "architectures": ["GptOssForCausalLM"]}
+    whole, ignored = {"quant_method": "fp8"}, {"modules_to_not_convert": ["*.mlp.experts*"]}
+    assert parse_config({**raw, "quantization_config": {**whole, **ignored}}, {}, {}).quantization is not None
+    for refused in (whole, {**whole, **ignored, "weight_block_size": [16, 16]}):
+        with pytest.raises(ConfigError, match="stored stacked, which is not supported in FP8"):
+            parse_config({**raw, "quantization_config": refused}, {}, {})
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention_has_no_window(model_type: str) -> None:
+    raw = {**small_config(model_type).to_dict(), "architectures": [architecture_of(model_type)]}
+    positions = parse_config(raw, {}, {}).max_position_embeddings
+    for fields in ({"sliding_window": positions - 1}, {"layer_types": ["sliding_attention"] * 4}):
+        with pytest.raises(ConfigError, match=r"sliding_window .*: latent attention is to all tokens before"):
+            parse_config({**raw, **fields}, {}, {})
+    for fields in ({"sliding_window": positions}, {"sliding_window": 8, "use_sliding_window": False}):
+        assert parse_config({**raw, **fields}, {}, {}) == parse_config(raw, {}, {})
+
+
+@pytest.mark.parametrize("model_impl", ["argosy", "transformers"])
+def test_a_last_layer_that_is_like_the_others_is_not_left_out(model_impl: Any, tmp_path: Path) -> None:
+    write_checkpoint("glm4_moe", tmp_path)
+    use = ModelUse(model_impl=model_impl)
+    extra = f"model.layers.{load_model_config(tmp_path).num_hidden_layers}."
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = {name: each for name, each in tensors.items() if ".layers.3." in name}
+        tensors |= {name.replace("model.layers.3.", extra): each.clone() for name, each in last.items()}
+        tensors[extra + "eh_proj.weight"] = torch.zeros(64, 128)
+
+    if model_impl == "argosy":  # transformers leaves out the layer that its published models have only
+        change_tensors(tmp_path, add)
+        load(tmp_path, use=use)
+        diagnose(EngineArgs.of(model=str(with_tokenizer(tmp_path)), load_format="auto"), MEMORY)
+        change_tensors(tmp_path, lambda tensors: tensors.pop(extra + "eh_proj.weight"))
+    else:
+        change_config(tmp_path, num_hidden_layers=3)
+    with pytest.raises(ConfigError, match=r"further layers like the others: |does not use: model\.layers\.3"):
+        load(tmp_path, use=use)
+    with pytest.raises(ConfigError, match="further layers like the others: "):
+        diagnose(EngineArgs.of(model=str(with_tokenizer(tmp_path)), model_impl=model_impl), MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "code", "reason"),
+    [
+        ({}, {}, "argosy", None),
+        ({}, {"model_impl": "transformers"}, "transformers", "--model-impl transformers asks for it"),
+        ({"hidden_act": "gelu"}, {}, "transformers", "activation 'gelu' is not supported, only silu"),
+    ],
+)
+def test_doctor_says_whose_code_runs_a_model(
+    fields: dict[str, Any], flags: dict[str, Any], code: str, reason: str | None, llama: Path
+) -> None:
+    change_config(llama, **fields)
+    diagnosis = diagnose(EngineArgs.of(model=str(with_tokenizer(llama)), **flags), MEMORY)
+    assert (diagnosis.modelling_code, diagnosis.modelling_reason) == (code, reason)
+
+
+def test_doctor_names_an_architecture_that_is_not_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint("arcee", tmp_path)
+    change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_arcee.ArceeForCausalLM"})
+    assert doctor([str(with_tokenizer(tmp_path)), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = "modelling code: transformers', because ArceeForCausalLM is not an architecture of argosy's own"
+    assert told in lines
+    assert REPLACED_CODE in lines
+    assert doctor([str(tmp_path), "--device", "cpu", "--convert", "embed"]) == 2
+    assert "that of models that pool often lets tokens attend to later ones" in capsys.readouterr().err
+    assert doctor([str(tmp_path), "--device", "cpu", "--model-impl", "argosy"]) == 2
+    refusal = capsys.readouterr().err
+    assert "ArceeForCausalLM is not an architecture of argosy's own; leave out --model-impl argosy" in refusal
+    assert "LlamaForCausalLM" not in refusal
+
+
+@pytest.mark.parametrize("model_type", ["llama", "arcee"])
+def test_doctor_refuses_to_classify_without_a_head(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(model_type, tmp_path)
+    flags = [str(with_tokenizer(tmp_path)), "--device", "cpu", "--convert", "classify"]
+    assert doctor(flags) == 2
+    assert (
+        "no head for labels by the name score.weight; a classifier has a head of its own"
+        in capsys.readouterr().err
+    )
+    size = load_model_config(tmp_path).hidden_size
+    change_tensors(tmp_path, lambda tensors: tensors.update({"score.weight": torch.zeros(2, size)}))
+    assert doctor(flags) == 0
+
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks to run Python code"),

@@ -251,7 +251,8 @@ def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest
     assert args.compilation_config.cudagraph_capture_sizes == (1, 2)
     assert args.reasoning_parser == "qwen3"
     assert caplog.messages == [
-        "trust_remote_code has no effect: a checkpoint's code is never run; the engine's own model is",
+        "trust_remote_code has no effect: a checkpoint's code is never run; its model runs on argosy's own code or on "
+        "transformers'",
         "disable_log_stats has no effect: lines of statistics are a server's",
         "limit_mm_per_prompt has no effect: images, videos and audio are not served; leave it out, or set every limit "
         "to 0",

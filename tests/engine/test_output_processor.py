@@ -38,6 +38,7 @@ from argosy_engine.messages.core_messages import (
     FinishReason,
 )
 from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import ParserConfig
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -596,6 +597,30 @@ def test_thought_is_expected_where_the_template_leaves_room(
     ).reasoning
     assert renderer.has_thinking is has_thinking
     assert (None if reasoning is None else reasoning.is_open) is is_open
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_awaited"),
+    [
+        ({}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "required"}, False),
+    ],
+)
+def test_no_grammar_waits_for_reasoning_that_sentences_mark(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_awaited: bool
+) -> None:
+    source = "{{ tools }}{{ messages[0].content }}{# Here is my thought process: Here is my response: #}"
+    monkeypatch.setattr(renderer, "template", ChatTemplate(source, {}))
+    monkeypatch.setattr(renderer, "parsers", choose_parsers(source, {}))
+    request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")], **fields)
+    prompt = renderer.render_chat(request)
+    assert renderer.parsers.reasoning_parser_name == "granite"
+    assert (prompt.reasoning is not None) is is_awaited
+    parsed = renderer.chat_parser(request, prompt).feed(
+        "Here is my thought process:a\nHere is my response:b", True
+    )
+    assert (parsed.reasoning, parsed.content) == ("a", "b")
 
 
 class ForgetfulClient(FakeClient):

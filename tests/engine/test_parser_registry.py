@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ TEMPLATES = {
     "{{ '}' }}<tool_call|>",
     "granite": '{# <|start_of_role|> #}<|tool_call|>[{"name": "{{ call.function.name }}", '
     '"arguments": {{ call.function.arguments | tojson }}}]',
+    "lfm2": "<|tool_call_start|>[{{ call.function.name }}("
+    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})]"
+    "<|tool_call_end|>",
+    "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ call.function.name }}", '
+    '"parameters": {{ call.function.arguments | tojson }}}\n]<|END_ACTION|>',
+    "nemotron_json": '<TOOLCALL>[{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}]</TOOLCALL>',
     "olmo3": "<function_calls>{{ call.function.name }}("
     "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %})"
     "</function_calls>",
@@ -118,6 +126,22 @@ def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: 
         ("<|begin|><|think|><|tool_call:begin|><|tool_call:args|>", {}, "solar_open", "solar_open"),
         ("<think>{% set dsml = '｜DSML｜' %}function_calls", {}, "deepseek_v32", "qwen3"),
         (None, {"model_type": "solar_open"}, "solar_open", "qwen3"),
+        ("List of tools: <|tool_list_start|>[", {"model_type": "lfm2"}, "lfm2", "qwen3"),
+        ("List of tools: [", {"model_type": "lfm2_moe"}, "lfm2", "qwen3"),
+        ("<|START_THINKING|><|START_ACTION|><|START_RESPONSE|>", {}, "cohere_command3", "cohere_command3"),
+        ("<|START_THINKING|><|START_ACTION|><|START_TEXT|>", {}, "cohere_command4", "cohere_command4"),
+        (
+            "<|start_of_role|><|tool_call|>'Here is my thought process:' 'Here is my response:'",
+            {"model_type": "granite"},
+            "granite",
+            "granite",
+        ),
+        (
+            "<think></think><AVAILABLE_TOOLS><TOOLCALL>",
+            {"model_type": "nemotron_h"},
+            "nemotron_json",
+            "qwen3",
+        ),
     ],
 )
 def test_parsers_are_chosen_by_template_and_config(
@@ -125,6 +149,30 @@ def test_parsers_are_chosen_by_template_and_config(
 ) -> None:
     chosen = choose_parsers(template, config)
     assert (chosen.tool_parser_name, chosen.reasoning_parser_name) == (tools, thoughts)
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "told"),
+    [
+        (
+            "{{ tools }}{{ enable_thinking }}",
+            {},
+            r"tool calls hermes \(a guess: .*--tool-call-parser\), reasoning qwen3 \(a guess: .*--reasoning-parser\)",
+        ),
+        (
+            "{{ '<|tool|>' + tools + '<|/tool|>' }}",
+            {},
+            r"tool calls hermes \(the chat template .* \(phi4_mini_json\): .*--tool-parser-plugin .*\), reasoning none",
+        ),
+        ("{{ tools }}", {"tool_call_parser": "lfm2"}, "tool calls lfm2, reasoning none"),
+        ("{{ messages }}", {}, "tool calls hermes, reasoning none"),
+        ("{{ tools }}<tool_call><think>", {}, "tool calls hermes, reasoning qwen3"),
+    ],
+)
+def test_the_choice_tells_what_speaks_against_it(template: str, flags: dict[str, str], told: str) -> None:
+    chosen = choose_parsers(template, {}, **flags)
+    described = chosen.described(has_thinking=ChatTemplate(template, {}).has_thinking)
+    assert re.fullmatch(told, described)
 
 
 def test_flags_take_precedence_and_unknown_names_are_refused() -> None:

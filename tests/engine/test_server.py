@@ -511,7 +511,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2() -> None:
     messages = {
         ("/nonexistent",): "is no directory",
         ("builtin://huge",): "unknown built-in model 'huge'; there is: tiny",
-        ("builtin://tiny", "--max-model-len", "100000"): "exceeds the model's 4096 positions",
+        (
+            "builtin://tiny",
+            "--max-model-len",
+            "100000",
+        ): "exceeds the model's 4096 positions: give at most 4096",
         ("builtin://tiny", "--max-model-lenn", "100"): "did you mean --max-model-len?",
         ("builtin://tiny", "--max-num-seqs", "0"): "--max-num-seqs",
         ("builtin://tiny", "--device", "cuda"): "no CUDA device",

@@ -58,7 +58,8 @@ TERSE_TOOLS: list[dict[str, Any]] = [
 ]
 """Functions whose arguments have an end in a random walk through their grammar."""
 REASONING = {"mistral": "mistral", "openai": "openai_gptoss"}
-REASONING |= {name: name for name in ("glm45", "gemma4", "seed_oss", "ernie45", "solar_open")}
+REASONING |= {name: name for name in ("glm45", "gemma4", "seed_oss", "ernie45", "solar_open", "granite")}
+REASONING |= {name: name for name in ("cohere_command3", "cohere_command4")}
 """Reasoning parsers of the families that have their own marks; others use `<think>`."""
 
 
@@ -131,6 +132,10 @@ SOLAR_NOW = "<|tool_call:begin|>f6<|tool_call:name|>now<|tool_call:args|>{}<|too
 GEMMA_OSLO = '<|tool_call>call:book{city:<|"|>Oslo<|"|>,nights:2}<tool_call|>'
 LONG = "x" * (MAX_HEAD_CHARS - 6)
 """Text after which a marker reaches beyond the characters in which a call must look like one."""
+COHERE_OSLO = '{"tool_call_id": "0", "tool_name": "book", "parameters": {"city": "Oslo", "nights": 2}}'
+COHERE_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
+NEMOTRON_OSLO = '{"name": "book", "arguments": {"city": "Oslo", "nights": 2}}'
+LFM_CALLS = "<|tool_call_start|>[book(city='Oslo', nights=2), now()]<|tool_call_end|>"
 MISTRAL_OSLO = '[TOOL_CALLS]book[ARGS]{"city": "Oslo", "nights": 2}'
 
 OUTPUTS: list[tuple[str, str, Parsed]] = [
@@ -496,6 +501,93 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ),
     ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', Parsed("", "", (NOW,))),
     ("granite", '<|tool_call|>["now"] Yes.', Parsed("", '<|tool_call|>["now"] Yes.')),
+    (
+        "granite",
+        "Here is my thought process:\n\nHm: so. Here is my\n\nHere is my response:\n\nYes: now.",
+        Parsed("Hm: so. Here is my", "Yes: now."),
+    ),
+    (
+        "granite",
+        "Here's my thought process: Hm.\nHere's my response:<|tool_call|>" + f"[{NEMOTRON_OSLO}]",
+        Parsed(" Hm.", "", (OSLO,)),
+    ),
+    (
+        "granite",
+        "Here is my thought, Here is my response: Yes.",
+        Parsed("", "Here is my thought, Here is my response: Yes."),
+    ),
+    (
+        "granite",
+        'Here is my thought process:I may write <|tool_call|>[{"name"\nHere\'s my response:Yes.',
+        Parsed('I may write <|tool_call|>[{"name"', "Yes."),
+    ),
+    ("lfm2", LFM_CALLS, Parsed("", "", (OSLO, NOW))),
+    ("lfm2", f"<think>Hm.</think>I look.{LFM_CALLS}I look.", Parsed("Hm.", "I look.I look.", (OSLO, NOW))),
+    (
+        "lfm2",
+        """<|tool_call_start|>[book(city="a <|tool_call_end|> \\"b\\" ]", pets=True, note=None, """
+        """tags=['x', {"a": 1.5}])]"""
+        "<|tool_call_end|>",
+        Parsed(
+            "",
+            "",
+            (call("book", city='a <|tool_call_end|> "b" ]', pets=True, note=None, tags=["x", {"a": 1.5}]),),
+        ),
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>',
+        Parsed("", "", (NOW,)),
+    ),
+    ("lfm2", "<|tool_call_start|>[now()]", Parsed("", "", (NOW,))),
+    ("lfm2", "[now()]", Parsed("", "[now()]")),
+    (
+        "lfm2",
+        "<|tool_call_start|>[now(1)]<|tool_call_end|>",
+        Parsed("", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+    ),
+    ("lfm2", "<|tool_call_start|>oops", Parsed("", "<|tool_call_start|>oops")),
+    (
+        "cohere_command3",
+        f"<|START_THINKING|>I look.<|END_THINKING|><|START_ACTION|>[\n    {COHERE_OSLO},\n    {COHERE_NOW}\n]"
+        "<|END_ACTION|>",
+        Parsed("I look.", "", (OSLO, NOW)),
+    ),
+    (
+        "cohere_command3",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes, <|END_ACT<|END_RESPONSE|>",
+        Parsed("Hm.", "Yes, <|END_ACT"),
+    ),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[{"tool_name": "book", "parameters": {"city": "a <|END_ACTION|> b"}}]<|END_ACTION|>',
+        Parsed("", "", (call("book", city="a <|END_ACTION|> b"),)),
+    ),
+    ("cohere_command3", f"<|START_ACTION|>{COHERE_NOW}", Parsed("", "", (NOW,))),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>',
+        Parsed("", '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>'),
+    ),
+    (
+        "cohere_command4",
+        f"<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|><|START_ACTION|>[{COHERE_OSLO}]"
+        "<|END_ACTION|>",
+        Parsed("Hm.", "Yes.", (OSLO,)),
+    ),
+    (
+        "nemotron_json",
+        f'<think>\nHm.\n</think>\n\n<TOOLCALL>[{NEMOTRON_OSLO}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+        Parsed("Hm.", "", (OSLO, NOW)),
+    ),
+    ("nemotron_json", f"I look.<TOOLCALL>{NEMOTRON_OSLO}</TOOLCALL>", Parsed("", "I look.", (OSLO,))),
+    (
+        "nemotron_json",
+        '<TOOLCALL>[{"name": "book", "arguments": {"city": "a </TOOLCALL> b"}}]</TOOLCALL>',
+        Parsed("", "", (call("book", city="a </TOOLCALL> b"),)),
+    ),
+    ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>", Parsed("", "<TOOLCALL>[]</TOOLCALL>")),
+    ("nemotron_json", f"<TOOLCALL>[{NEMOTRON_OSLO}]", Parsed("", "", (OSLO,))),
     ("openai", "<|channel|>final", Parsed("", "<|channel|>final")),
     ("openai", "<|channel|>analysis to=python<|message|>1+1<|call|>", Parsed("1+1", "")),
 ]
@@ -530,6 +622,8 @@ def test_output_of_a_family(family: str, text: str, expected: Parsed, cuts: Set[
         ("llama3_json", '{"name": "now", "arguments": null, "parameters": {}}'),
         ("pythonic", '[{"name": "now", "arguments": null}]'),
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]'),
+        ("nemotron_json", '<TOOLCALL>[{"name": "now", "arguments": null}]</TOOLCALL>'),
+        ("cohere_command3", '<|START_ACTION|>[{"tool_name": "now", "parameters": null}]<|END_ACTION|>'),
         ("kimi_k2", KIMI_NOW.replace("{}", "null")),
         ("deepseek_v3", V3_NOW.replace("{}", "null")),
         ("deepseek_v31", f"{DEEPSEEK_CALL}now{DEEPSEEK_SEP}null{DEEPSEEK_END}"),
@@ -565,7 +659,9 @@ def test_the_result_does_not_depend_on_how_an_output_is_cut(family: str, data: s
             if section:  # one around nothing is dropped, but where it belongs to a call that has no end
                 text, kept = text.replace("".join(section), ""), kept.replace("".join(section), "")
             thoughts = REASONING_PARSERS[REASONING.get(family, "qwen3")]
-            for mark in (thoughts.start.strip(), thoughts.text_end or thoughts.end, *thoughts.answer_marks):
+            marks = (thoughts.start, *thoughts.other_starts, thoughts.text_end or thoughts.end)
+            for mark in (*marks, *thoughts.other_ends, *thoughts.answer_marks):
+                mark = "".join(mark.split())
                 text, kept = text.replace(mark, ""), kept.replace(mark, "")
             assert kept == text
 

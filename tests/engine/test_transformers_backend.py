@@ -94,7 +94,7 @@ def test_what_it_cannot_compute_is_refused_by_name(model_type: str, message: str
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_impl": "argosy"}, "ArceeForCausalLM is not supported; there is: BambaForCausalLM"),
+        ({"model_impl": "argosy"}, "own; leave out --model-impl argosy, and transformers' code runs it"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"quantization": "fp8"}, "leave out the flag"),
         ({"compilation_config": {"level": 3}}, "--compilation-config level 0"),
@@ -159,7 +159,7 @@ def test_without_transformers_the_refusal_names_the_extra(
 ) -> None:
     monkeypatch.setattr(transformers_config, "MIN_VERSION", (99, 0))
     assert "transformers 99.0 or later, and " in refusal(foreign)
-    assert "pip install 'argosy[transformers]'" in refusal(foreign)
+    assert "`pip install '.[transformers]'` in the checkout, or `pip install 'FILE.whl" in refusal(foreign)
 
 
 def test_an_architecture_that_is_misunderstood_is_refused(foreign: Path) -> None:

@@ -299,7 +299,10 @@ def test_configs_that_do_not_fit_are_refused(fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_impl": "argosy"}, "architecture BertModel is not supported"),
+        (
+            {"model_impl": "argosy"},
+            "BertModel is not an architecture of argosy's own; leave out --model-impl argosy",
+        ),
         ({"convert": "classify"}, "BertModel has no head for labels"),
         ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "use --kv-cache-dtype auto"),
         ({"hf_overrides": {"architectures": ["RobertaModel"]}}, "is not a BertModel with another head"),
@@ -393,4 +396,8 @@ def test_a_text_that_is_too_long_is_refused_before_it_runs(served: tuple[str, An
     url, _ = served
     answer = httpx.post(f"{url}/v1/embeddings", json={"model": "m", "input": words(*[9] * 127)})
     assert answer.status_code == 400, answer.text
-    assert "maximum context length is 128 tokens" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "maximum context length is 128 tokens" in message
+    assert message.endswith(
+        "set truncate_prompt_tokens: the number of tokens that stay, or -1 for all that fit"
+    )

@@ -148,7 +148,7 @@ def edit(path: Path, description: dict[str, Any] | None) -> None:
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported"),
         ({"quant_method": "awq"}, "quant_method 'awq' is not supported"),
         (None, "is F8_E4M3, and config.json has no quantization_config"),
-        ({"quant_method": "mxfp4"}, "is F8_E4M3 ["),
+        ({"quant_method": "mxfp4"}, "in MXFP4, whose layout is known of gpt-oss, not of ArceeForCausalLM"),
         (FORMATS["fp8-block"], "weight_scale_inv"),
         (
             {**FORMATS["compressed-tensors-channel"], "ignore": ["lm_head", LAYER]},
@@ -173,18 +173,13 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path: Path) -> No
     assert served(reference, tmp_path, model_impl="transformers")[:2] == ("served", "")
 
 
-def test_mxfp4_is_read_of_gpt_oss_alone(foreign: Path) -> None:
-    edit(foreign, {"quant_method": "mxfp4"})
-    file = foreign / "model.safetensors"
-    save_file(
-        {
-            "model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2, 8, 2, 16, dtype=torch.uint8),
-            "model.layers.0.mlp.experts.gate_up_proj_scales": torch.zeros(2, 8, 2, dtype=torch.uint8),
-        },
-        file,
-        metadata={"format": "pt"},
-    )
-    assert "is in MXFP4, whose layout is known of gpt-oss, not of ArceeForCausalLM" in refusal(foreign)
+def test_mxfp4_is_of_the_experts_alone(tmp_path: Path) -> None:
+    write_packed_experts(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    assert f"{name} is F8_E4M3 [" in refusal(tmp_path, model_impl="transformers")
 
 
 def test_doctor_counts_widened_weights_on_a_gpu(foreign: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from argosy_engine.api import doctor
 from argosy_engine.api.serve import build_parser, parse_args
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -456,3 +457,18 @@ def test_keys_behind_a_dot_are_json() -> None:
     assert args.request_defaults.override_generation_config.temperature == 0.5
     assert (args.compilation_config.level, args.compilation_config.cudagraph_mode) == (3, "NONE")
     assert args.attention_backend == "triton"
+
+
+def test_doctor_takes_the_command_line_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert build_parser().flag_names - doctor.build_parser().flag_names == frozenset()
+    line = "builtin://tiny --device cpu --port 8000 --api-key k --trust-remote-code --config-format auto"
+    assert doctor.main(line.split()) == 0
+    notice = capsys.readouterr().err
+    assert notice.endswith(
+        "argosy doctor: --trust-remote-code has no effect: a checkpoint's code is never run; its model runs on "
+        "argosy's own code or on transformers'\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["builtin://tiny", "--skip-tokenizer-init"])
+    assert ended.value.code == 2
+    assert "--skip-tokenizer-init is not supported: there are no endpoints" in capsys.readouterr().err

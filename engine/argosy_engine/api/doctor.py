@@ -4,7 +4,7 @@ Reads config.json and the safetensors headers, of a remote model nothing else, w
 starts no device, and imports torch only to follow transformers' modelling code. A folder without tokenizer, or with
 missing or damaged weights, is refused. The KV cache is sized by the function the worker uses, from an estimate of the
 activations, so a start with the same memory free agrees with it. Without a model the built-in one is taken, which shows
-the device.
+the device. Flags of the server itself are taken and not looked at, so that its command line need not be changed.
 
 Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, or a
 model or device that cannot work.
@@ -20,16 +20,23 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
+from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
-from argosy_engine.checkpoint.stored_tensors import check_names, with_stored_head
+from argosy_engine.checkpoint.stored_tensors import (
+    check_further_layers,
+    check_label_head,
+    check_names,
+    with_stored_head,
+)
 from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_tokenizer
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
+from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
@@ -40,7 +47,7 @@ from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel, largest_stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
-from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
 from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.request_defaults import sampling_defaults
 from argosy_engine.resolved_config import MemoryBudget
@@ -84,22 +91,37 @@ class Diagnosis(Struct, kw_only=True):
     kv_cache_tokens: int | None = None
     max_concurrency: float | None = None
     problem: str | None = None
+    modelling_code: str = "argosy"
+    """Whose code runs the model: `argosy` or `transformers`."""
+    modelling_reason: str | None = None
+    """Why it is transformers': what argosy's own code does not compute."""
+    notices: tuple[str, ...] = ()
+    """What a server would warn of at its start."""
     tokenizer: str | None = None
     """File that the tokenizer is read from, and by which library, unless it is the tokenizer.json of a remote model."""
     parsers: str | None = None
-    """How tool calls and reasoning are parsed, if the model generates and is on this machine."""
+    """How tool calls and reasoning are parsed, and what speaks against that, if the model generates and is on this
+    machine."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> EngineFlagParser:
+    """Make the parser of the flags, all of `argosy serve` among them."""
     parser = EngineFlagParser(
         "argosy doctor", "Print device, memory and KV budget before a load.", _EXIT_CODES
     )
     parser.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="format (default: %(default)s)"
     )
+    parser.add_config(ServerArgs, "server (not looked at)")
     parser.add_engine_flags()
+    parser.add_vllm_flags(is_listed=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
     options = parser.parse_args(argv)
     if options.model is None and options.named_model is None:
         options.model = _BUILT_IN
@@ -109,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     args = parser.engine_args(options)
+    parser.check_vllm_flags(options, args)
     try:
         diagnosis = diagnose(args)
     except (ConfigError, FetchFailed) as error:
@@ -146,11 +169,17 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         source = find_tokenizer(tokenizer or path, args.tokenizer_mode) if has_tokenizer else None
         parsers = _parsers(args, path, source) if config.pooling is None and not is_remote(args) else None
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
+        is_foreign = isinstance(config, TransformersConfig)
+        reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
-            if not isinstance(config, TransformersConfig):  # whose loader knows other names
+            if not is_foreign:  # whose loader knows other names
                 elements = text_tensors(elements) if config.wrapper is not None else elements
+                check_further_layers(path, config, elements)
                 elements = used_elements(config, elements)
                 check_names(path, config, elements)
+            elif config.wrapper is None and not isinstance(config, EncoderConfig):
+                check_further_layers(path, config, elements)
+                check_label_head(path, config, elements)
             if not is_remote(args):  # of which there are headers only
                 config = with_stored_head(path, config)
     ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
@@ -183,6 +212,9 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         device=device,
         attention_backend=backend.name,
         refused_backends=dict(backend.refused),
+        modelling_code="transformers" if is_foreign else "argosy",
+        modelling_reason=reason,
+        notices=(REPLACED_CODE,) if config.replaced_code else (),
         text_part_of=config.wrapper,
         tokenizer=None if source is None else str(source),
         parsers=parsers,
@@ -234,13 +266,7 @@ def _parsers(args: EngineArgs, path: Path, source: TokenizerSource | None) -> st
     reasons = args.reasoning_parser is not None or (template is not None and template.has_thinking)
     if source is not None and source.kind == "mistral":
         reasons = reasons or b"[THINK]" in source.file.read_bytes()
-    text = f"tool calls {chosen.tool_parser_name}, reasoning {chosen.reasoning_parser_name if reasons else 'none'}"
-    if not chosen.is_tool_parser_guessed:
-        return text
-    return (
-        f"{text} (a guess: neither chat template nor model type tells a known form of calls; if the model calls tools "
-        "in another, name it with --tool-call-parser)"
-    )
+    return chosen.described(has_thinking=reasons)
 
 
 def _find_device(args: EngineArgs) -> DeviceMemory:
@@ -260,6 +286,11 @@ def _render(diagnosis: Diagnosis) -> str:
         f"memory {size(device.total_bytes)}, available {size(device.available_bytes)}",
     ]
     backend = BackendChoice(diagnosis.attention_backend, diagnosis.refused_backends)
+    if diagnosis.modelling_code == "argosy":
+        lines.append("modelling code: argosy's own")
+    else:
+        lines.append(f"modelling code: transformers', because {diagnosis.modelling_reason}")
+    lines += diagnosis.notices
     lines.append(f"attention backend {backend}")
     if diagnosis.tokenizer is not None:
         lines.append(f"tokenizer {diagnosis.tokenizer}")

@@ -1,4 +1,8 @@
-"""EngineFlagParser: parses a model and the flags of `EngineArgs`, for `argosy serve` and `argosy doctor`."""
+"""EngineFlagParser: parses a model and the flags of `EngineArgs`, for `argosy serve` and `argosy doctor`.
+
+Both take all of a server's command line, vLLM's flags without a setting included, so that what starts a server can be
+given to `argosy doctor` as it is.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,13 @@ from collections.abc import Sequence
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.parser_registry import check_parser_flags
+from argosy_engine.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
+from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_engine.vllm_settings import SETTINGS, with_vllm_settings
 from argosy_protocol.program.flags import FlagParser, InvalidValue
+
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT)
+_REFUSED = (*REFUSED, *RARE_REFUSED)
 
 
 class EngineFlagParser(FlagParser):
@@ -29,8 +38,20 @@ class EngineFlagParser(FlagParser):
         )
 
     def add_engine_flags(self) -> None:
-        """Add the flags of `EngineArgs`, last in the help text."""
+        """Add the flags of `EngineArgs`, after those of the program itself in the help text."""
         self.add_config(EngineArgs, "engine")
+
+    def add_vllm_flags(self, *, is_listed: bool = True) -> None:
+        """Add vLLM's flags that have no setting here.
+
+        Args:
+            is_listed: whether the help text has them.
+        """
+        add_vllm_flags(self, _WITHOUT_EFFECT, _REFUSED, SETTINGS, is_listed=is_listed)
+
+    def check_vllm_flags(self, options: argparse.Namespace, args: EngineArgs) -> None:
+        """Tell which of these flags have no effect. If one is refused, print one line and exit with code 2."""
+        check_vllm_flags(self, options, _WITHOUT_EFFECT, _REFUSED, args.data_parallel_size)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -40,9 +40,6 @@ from argosy_engine.messages.load_step import LoadStep
 from argosy_engine.osproc.debug_signal import dump_stacks_on_signal
 from argosy_engine.osproc.file_descriptors import MIN_FREE, raise_limit, require_free
 from argosy_engine.resolved_config import ResolvedConfig
-from argosy_engine.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
-from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
-from argosy_engine.vllm_settings import SETTINGS
 from argosy_fetcher.progress_display import ProgressDisplay, progress_display
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.program.freed_memory import return_freed_memory
@@ -51,8 +48,6 @@ from argosy_protocol.program.log_format import configure_logging
 
 logger = logging.getLogger("argosy.api")
 
-_WITHOUT_EFFECT = (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT)
-_REFUSED = (*REFUSED, *RARE_REFUSED)
 EXIT_ADDRESS = 3
 """Exit code if the address is not available, as in the router."""
 EXIT_STALLED = 4
@@ -335,7 +330,7 @@ def build_parser() -> EngineFlagParser:
     parser = EngineFlagParser("argosy serve", "Serve one model behind an OpenAI API.", EXIT_CODES)
     parser.add_config(ServerArgs, "server")
     parser.add_engine_flags()
-    add_vllm_flags(parser, _WITHOUT_EFFECT, _REFUSED, SETTINGS)
+    parser.add_vllm_flags()
     return parser
 
 
@@ -350,7 +345,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[ServerArgs, EngineArgs]:
         check_headless(args, is_headless=server_args.headless)
     except (InvalidValue, ConfigError) as error:
         parser.error(str(error))
-    check_vllm_flags(parser, options, _WITHOUT_EFFECT, _REFUSED, args.data_parallel_size)
+    parser.check_vllm_flags(options, args)
     return server_args, args
 
 

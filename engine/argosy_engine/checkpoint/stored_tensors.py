@@ -24,6 +24,9 @@ from argosy_engine.model_configs.wrapper_config import text_tensors
 
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
+SCORE = "score.weight"
+"""Tensor of a decoder's head for sequence classification, by the name that all families have for it."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """How the families' names of the embedding end."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
 _CHUNK_BYTES = 4 << 20
@@ -35,6 +38,13 @@ NO_HEAD = (
     '"tie_word_embeddings": true in config.json if the embedding is its head'
 )
 """What to do where there is no head."""
+
+NO_SCORE = (
+    "a classifier has a head of its own for its labels: take a checkpoint that was trained with one, leave out "
+    "--convert classify, or name tokens whose logits score a prompt, by --hf-overrides "
+    '\'{"classifier_from_token": ["no", "yes"]}\''
+)
+"""The same for the labels' head."""
 
 logger = logging.getLogger("argosy.models")
 
@@ -84,6 +94,7 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
     Raises:
         ConfigError: something is missing.
     """
+    check_label_head(path, config, names)
     missing = []
     if not any(name.endswith(_EMBEDDINGS) for name in names):
         missing.append("the embedding is missing")
@@ -95,6 +106,48 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
         missing.append(f"of {config.num_hidden_layers} layers there are no tensors of {shown}")
     if missing:
         raise ConfigError(f"the tensors of {path} do not fit its config.json: {'; '.join(missing)}")
+
+
+def check_label_head(path: Path, config: ModelConfig, names: Collection[str]) -> None:
+    """Check that a decoder that classifies has a head for that among its tensors.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    pooling = config.pooling
+    if pooling is None or pooling.task != "classify":
+        return
+    if not pooling.label_token_ids and SCORE not in names:
+        raise ConfigError(f"the checkpoint in {path} has no head for labels by the name {SCORE}; {NO_SCORE}")
+    if pooling.label_token_ids and HEAD not in names and not config.tie_word_embeddings:
+        raise ConfigError(f"the checkpoint in {path} has no {HEAD}, of which scores are rows; {NO_HEAD}")
+
+
+def check_further_layers(path: Path, config: ModelConfig, names: Collection[str]) -> None:
+    """Check that the layers after those of config.json are no ordinary ones, which would be left out without a word.
+
+    Layers that predict further tokens follow the others and are not used. Such a layer has tensors that no other has,
+    because it joins the hidden state with an embedding.
+
+    Args:
+        names: of all tensors, those that are not used included.
+
+    Raises:
+        ConfigError: there are ordinary layers among them.
+    """
+    count, predicting = config.num_hidden_layers, config.multi_token_tensors[0]
+    ordinary: set[tuple[str, str]] = set()
+    further: dict[int, set[tuple[str, str]]] = {}
+    for name in names:
+        if (found := _LAYER.search(name)) is not None and not re.fullmatch(predicting, name):
+            index, parts = int(found[1]), (name[: found.start()], name[found.end() :])
+            (ordinary if index < count else further.setdefault(index, set())).add(parts)
+    if extra := sorted(index for index, parts in further.items() if parts <= ordinary):
+        shown = ", ".join(map(str, extra[:_MAX_SHOWN])) + (" and more" if len(extra) > _MAX_SHOWN else "")
+        raise ConfigError(
+            f"the tensors of {path} do not fit its config.json: num_hidden_layers is {count}, and there are further "
+            f"layers like the others: {shown}; correct config.json, or copy the whole checkpoint"
+        )
 
 
 def _has_own_head(path: Path, *, is_wrapped: bool) -> bool:

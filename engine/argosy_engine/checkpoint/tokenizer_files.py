@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, installation
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
 from argosy_fetcher.selection import MAX_TOKENIZER_BYTES, TEKKEN, TOKENIZER, tokenizer_remedy
 
@@ -99,7 +99,7 @@ def find_tokenizer(path: Path, mode: TokenizerMode = "auto") -> TokenizerSource:
     if missing:
         raise ConfigError(
             f"{path} has no {TOKENIZER}, and its {source.file.name} is read with {_LIBRARIES[source.kind]}, of which "
-            f"{' and '.join(missing)} is missing: pip install 'argosy[{extra}]'"
+            f"{' and '.join(missing)} is missing: {installation(extra)}"
         )
     size = source.file.stat().st_size
     if size > MAX_TOKENIZER_BYTES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh64_intdigest
 
 from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
-from argosy_engine.checkpoint.stored_tensors import HEAD, NO_HEAD
+from argosy_engine.checkpoint.stored_tensors import HEAD, NO_HEAD, NO_SCORE, SCORE
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.file_permission import may_not_read
 from argosy_engine.model_configs.sharding import Shard
@@ -269,6 +269,11 @@ class SafetensorsWeights(Weights):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read tensor {stored_name} of {self.path}: {error}") from None
 
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors of the checkpoint, by the names that the model uses."""
+        return self._files.keys()
+
     def slice_of(self, name: str) -> Any:
         """Return safetensors' own reader of a tensor, which reads when it is indexed."""
         file, stored_name = self._files[name]
@@ -310,6 +315,8 @@ class SafetensorsWeights(Weights):
             text = "; ".join(f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names)
             if HEAD in missing:
                 text += f"; {NO_HEAD}"
+            if SCORE in missing:
+                text += f"; {NO_SCORE}"
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
     def stored_bytes(self, plan: WeightPlan) -> int:

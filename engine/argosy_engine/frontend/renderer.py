@@ -127,11 +127,7 @@ class Renderer:
         )
         self._names_reasoning = parsers.reasoning_parser is not None
         if self.template is not None or self._mistral is not None:
-            logger.info(
-                "parsers: tool calls %s, reasoning %s",
-                self.parsers.tool_parser_name,
-                self.parsers.reasoning_parser_name if self.has_thinking else "none",
-            )
+            logger.info("parsers: %s", self.parsers.described(has_thinking=self.has_thinking))
         thoughts = self.parsers.reasoning_parser
         self._thought_marks = thoughts.start, thoughts.end
         self._thought_ids = [self._mark_ids(marker) for marker in self._thought_marks]
@@ -262,6 +258,10 @@ class Renderer:
             return prompt  # without the end of the prompt nobody knows whether the model reasons
         if self._mistral is not None:
             return prompt._replace(reasoning=self._mistral_reasoning(prompt, request))
+        if self.parsers.reasoning_parser.is_prose and (
+            _is_constrained(request) or request.tool_choice not in (None, "auto", "none")
+        ):
+            return prompt  # the grammar applies from the first token on
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
             return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
@@ -464,7 +464,7 @@ class Renderer:
         limit = self.config.max_model_len
         if num_tokens > limit - self._least_output:
             raise PromptTooLong(
-                f"this model's maximum context length is {limit} tokens, the prompt has {num_tokens}; shorten it",
+                f"this model's maximum context length is {limit} tokens, the prompt has {num_tokens}; {self._remedy}",
                 param="prompt",
             )
 
@@ -581,9 +581,16 @@ class Renderer:
         if count > limit and count > (most := self._max_characters):
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens, which are {most} characters at most, "
-                f"the prompt has {count}; shorten it",
+                f"the prompt has {count}; {self._remedy}",
                 param="prompt",
             )
+
+    @property
+    def _remedy(self) -> str:
+        """What to do about a prompt that is too long."""
+        if self.config.pooling is None:
+            return "shorten it"
+        return "shorten it, or set truncate_prompt_tokens: the number of tokens that stay, or -1 for all that fit"
 
     @property
     def _max_characters(self) -> int:

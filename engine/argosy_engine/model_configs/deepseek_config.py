@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from argosy_engine.attention.params import LatentAttentionParams
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.llama_config import scaled_positions
 from argosy_engine.model_configs.model_config import (
@@ -123,6 +123,8 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
             rotated,
         ):  # by which transformers rotates
             raise ConfigError(f"head_dim {raw['head_dim']} is not qk_rope_head_dim {rotated}")
+        longest = scaled_positions(rope, positions)
+        _check_window(raw, longest)
         return {
             **fields,
             "vocab_size": raw.get("vocab_size"),
@@ -133,7 +135,7 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
             "num_key_value_heads": heads,
             "head_dim": fields["qk_nope_head_dim"] + rotated,
             "rope": {**rope, "is_interleaved": is_interleaved},
-            "max_position_embeddings": scaled_positions(rope, positions),
+            "max_position_embeddings": longest,
             "tie_word_embeddings": raw.get("tie_word_embeddings", False),
             "sliding_windows": (None,) * layer_count(raw),
             "attention_bias": flag(raw, "attention_bias"),
@@ -143,6 +145,23 @@ class DeepseekConfig(ModelConfig, frozen=True, kw_only=True):
             if architecture == _V2
             else raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")) or 1,
         }
+
+
+def _check_window(raw: RawConfig, positions: int) -> None:
+    """
+    Raises:
+        ConfigError: the config asks for a window, which neither our code nor transformers' computes for these models.
+    """
+    window = raw.get("sliding_window")
+    is_used = flag(raw, "use_sliding_window", True)
+    if (is_used and window is not None and window < positions) or "sliding_attention" in (
+        raw.get("layer_types") or ()
+    ):
+        raise ConfigError(
+            f"sliding_window {window}: latent attention is to all tokens before, here and in transformers; if the "
+            'model was trained without a window, add --hf-overrides \'{"sliding_window": null, "layer_types": null}\', '
+            f"{OTHER_ENGINES}"
+        )
 
 
 def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:

@@ -30,7 +30,16 @@ RawConfig = Mapping[str, Any]
 
 
 class NotOurs(ConfigError):
-    """A config asks a family for what our own code does not compute; transformers' code may."""
+    """A config asks a family for what our own code does not compute; transformers' code may.
+
+    Args:
+        reason: what that is.
+        remedy: ends the message.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        self.reason = reason
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -69,6 +78,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Embedding lengths that the model was trained for; empty: any length, if `is_matryoshka`."""
     quantization: QuantizationConfig | None = None
     """None: the weights are not quantised."""
+    replaced_code: bool = False
+    """Whether config.json names code of its own, in whose place ours or transformers' runs."""
     wrapper: str | None = None
     """Architecture of the checkpoint if this is its text part (`wrapper_config`)."""
     pooling: PoolingSpec | None = None
@@ -117,7 +128,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def multi_token_tensors(self) -> tuple[str, ...]:
-        """Patterns of the names of tensors that predict further tokens."""
+        """Patterns of the names of tensors that predict further tokens: the first of those that are called so, then of
+        layers after the others."""
         first = self.num_hidden_layers
         numbers = "|".join(str(first + index) for index in range(self.num_multi_token_layers))
         own = r"(model\.)?mtp(_block|_emb_norm|_hidden_norm|_linear_proj)?\..*"  # with what ERNIE 4.5 calls them

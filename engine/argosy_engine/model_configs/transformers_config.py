@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from argosy_engine.attention.params import AttentionParams, StateParams
-from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError, installation
 from argosy_engine.model_configs.model_config import ModelConfig, RawConfig, Size
 from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.wrapper_config import WRAPPER, is_wrapper
 
 MIN_VERSION = (5, 24)
 """Oldest release of transformers whose modelling code we run: the one that the tests compare with."""
-INSTALL = "install it: pip install 'argosy[transformers]'"
+INSTALL = f"install it: {installation('transformers')}"
 _MAX_COUNT = 4096
 _BOOLEANS = ("attn_temperature_tuning",)
 """Fields of which Llama 4 Scout's config has a 4."""
@@ -214,6 +214,15 @@ def read_hf_config(raw: RawConfig) -> Any:
         return CONFIG_MAPPING[model_type].from_dict(_decoded(dict(raw)))
     except Exception as error:  # whatever its validation raises
         raise ConfigError(f"transformers refuses it: {type(error).__name__}: {str(error)[:300]}") from None
+
+
+def config_class_name(model_type: str) -> str | None:
+    """Return the name of transformers' config class of a `model_type`; None: it has none, or is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type].__name__ if model_type in CONFIG_MAPPING else None
 
 
 def _decoded(value: Any) -> Any:

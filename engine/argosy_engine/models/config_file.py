@@ -1,7 +1,7 @@
 """Reads a checkpoint's config.json into its family's config class, or checks one before the checkpoint is fetched.
 
-What describes the quantisation of the weights is read beside it. A config is data: configs that name code to run
-(`auto_map`) are always rejected.
+What describes the quantisation of the weights is read beside it. A config is data: code that it names (`auto_map`) is
+never run. It is ignored where it bears the names of a decoder that we or transformers have; else the config is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import msgspec
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.encoder_config import EncoderConfig
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
-from argosy_engine.model_configs.transformers_config import TransformersConfig, read_hf_config
+from argosy_engine.model_configs.transformers_config import (
+    TransformersConfig,
+    config_class_name,
+    read_hf_config,
+)
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
     READ_OF_WRAPPERS,
@@ -31,6 +36,11 @@ from argosy_engine.models import registry
 from argosy_engine.models.pooling_file import pooling_spec
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+REPLACED_CODE = (
+    "config.json names code of its own (auto_map), which is never run: argosy or transformers has this architecture, "
+    "and its code runs instead"
+)
+"""What the log says about a config whose code is ignored."""
 
 
 def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfig:
@@ -60,6 +70,9 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
     is_wrapped = isinstance(config, TransformersConfig) and config.wrapper is not None
     head = config.head_pooling if isinstance(config, EncoderConfig) else None
     spec = pooling_spec(path, raw, use, is_wrapped=is_wrapped, encoder_head=head)
+    if spec is not None and config.replaced_code:
+        reason = "that of models that pool often lets tokens attend to later ones"
+        raise ConfigError(f"{file}: {_code_refusal(raw['auto_map'], reason)}")
     config = msgspec.structs.replace(config, pooling=spec)
     if unread := overrides.keys() - raw.read:
         raise ConfigError(
@@ -67,6 +80,20 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
             f"{config.architecture} has no such field, so it would change nothing; leave it out"
         )
     return config
+
+
+def why_not_ours(path: Path, use: ModelUse) -> str:
+    """Return why transformers' code runs a checkpoint, and not ours.
+
+    Args:
+        use: as it was loaded.
+    """
+    raw = _overridden(read_json(path / "config.json"), use.hf_overrides.of_config())
+    try:
+        parse_config(raw, {}, {}, "argosy")
+    except ConfigError as error:
+        return error.reason if isinstance(error, NotOurs) else str(error)
+    return "--model-impl transformers asks for it"
 
 
 def parse_config(
@@ -85,8 +112,8 @@ def parse_config(
     """
     if not isinstance(raw, _WatchedConfig):
         raw = _WatchedConfig(raw)
-    _refuse_code(raw)
     architecture = _architecture(raw)
+    raw, replaced_code = _without_code(raw, architecture)
     wrapper: str | None = None
     whole = raw
     if is_wrapper(raw, architecture):
@@ -106,6 +133,7 @@ def parse_config(
         "is_matryoshka": raw.get("is_matryoshka") or False,
         "matryoshka_dimensions": raw.get("matryoshka_dimensions") or (),
         "quantization": quantization if wrapper is None else text_quantization(quantization),
+        "replaced_code": replaced_code,
     }
     try:
         return _config(raw, architecture, model_impl, common)
@@ -129,7 +157,39 @@ def _config(
         fields = config_class.fields_of(raw.with_architecture(registry.decoder_of(architecture, model_impl)))
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         raise ConfigError(f"malformed: {type(error).__name__}: {error}") from None
-    return config_class.of({**fields, **common})
+    config = config_class.of({**fields, **common})
+    _check_quantised_experts(config)
+    return config
+
+
+def _check_quantised_experts(config: ModelConfig) -> None:
+    """
+    Raises:
+        ConfigError: experts are quantised in a form that no code reads.
+    """
+    quantization = config.quantization
+    if quantization is None:
+        return
+    if quantization.method == "mxfp4":
+        if not config.architecture.startswith("GptOss"):
+            raise ConfigError(
+                f"the checkpoint is quantised in MXFP4, whose layout is known of gpt-oss, not of "
+                f"{config.architecture}; take the unquantised checkpoint or one in FP8, {OTHER_ENGINES}"
+            )
+        return
+    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
+    if experts is None or experts.names.stacked is None:
+        return
+    for index, is_sparse in enumerate(experts.is_sparse):
+        prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
+        is_quantised = quantization.block is not None or any(
+            quantization.quantises(prefix + name) for name in experts.names.stacked
+        )
+        if is_sparse and is_quantised:
+            raise ConfigError(
+                f"the experts of {config.architecture} are stored stacked, which is not supported in FP8; take a "
+                "checkpoint with unquantised experts"
+            )
 
 
 def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tuple[_WatchedConfig, str]:
@@ -140,8 +200,9 @@ def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tupl
         fields = native_text_part(raw, read_hf_config(raw))
     if fields is None:
         if model_impl == "argosy":
-            raise ConfigError(
-                f"the text part of this {wrapper} is not one of our architectures; leave out --model-impl argosy"
+            raise NotOurs(
+                f"the text part of this {wrapper} is not an architecture of argosy's own",
+                "leave out --model-impl argosy",
             )
         fields = with_outer_fields(raw)
     text = _WatchedConfig(fields)
@@ -186,6 +247,12 @@ class _WatchedConfig(dict[str, Any]):
         copy.read = self.read
         return copy
 
+    def without(self, name: str) -> _WatchedConfig:
+        """As `with_architecture`, without a field."""
+        copy = _WatchedConfig({key: value for key, value in self.items() if key != name})
+        copy.read = self.read
+        return copy
+
 
 def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
     """Return config.json with the fields of `--hf-overrides`, of which `architectures` may only choose another head.
@@ -207,13 +274,53 @@ def _overridden(raw: RawConfig, overrides: Mapping[str, Any]) -> _WatchedConfig:
     return _WatchedConfig(changed)
 
 
-def _refuse_code(raw: RawConfig) -> None:
-    if auto_map := raw.get("auto_map"):
-        classes = sorted(auto_map) if isinstance(auto_map, dict) else auto_map
-        raise ConfigError(
-            f"auto_map asks to run Python code that comes with the checkpoint ({classes}); that is never done. If "
-            "the architecture is one that is served without it, add --hf-overrides '{\"auto_map\": null}'"
+def _without_code(raw: _WatchedConfig, architecture: str) -> tuple[_WatchedConfig, bool]:
+    """Return the config without the code that it names, and whether it names any.
+
+    Raises:
+        ConfigError: nothing tells that our code, or transformers', computes the same.
+    """
+    auto_map = raw.get("auto_map")
+    if not auto_map:
+        return raw, False
+    if not _is_known_code(auto_map, architecture, raw.get("model_type")):
+        raise _code_refusal(
+            auto_map, f"it is not called like code of ours or transformers' for {architecture}"
         )
+    return raw.without("auto_map"), True
+
+
+def _code_refusal(auto_map: Any, reason: str) -> ConfigError:
+    classes = sorted(auto_map) if isinstance(auto_map, dict) else auto_map
+    return ConfigError(
+        f"auto_map asks to run Python code that comes with the checkpoint ({classes}); that is never done, and "
+        f"{reason}. If the architecture is one that is served without it, add "
+        "--hf-overrides '{\"auto_map\": null}'"
+    )
+
+
+def _is_known_code(auto_map: Any, architecture: str, model_type: Any) -> bool:
+    """Whether a decoder that we or transformers have was published with code of its own before: `model_type` is one
+    that belongs to the architecture, and the classes for config and generation are called as in transformers.
+
+    Other heads do not count beside the one that generates. Nor does code for tokenizers and processors: these
+    are data (`tokenizer_files`).
+    """
+    is_known = (
+        isinstance(auto_map, Mapping) and isinstance(model_type, str) and registry.generates(architecture)
+    )
+    if not is_known:
+        return False
+    config = registry.config_name(architecture)
+    if registry.is_native(architecture):
+        is_of_type = registry.is_of_type(architecture, model_type)
+    else:
+        is_of_type = config_class_name(model_type) == config
+    classes = {key: str(value).rpartition(".")[2] for key, value in auto_map.items()}
+    generating = classes.get("AutoModelForCausalLM")
+    if generating is None and any(str(key).startswith("AutoModel") for key in classes):
+        return False
+    return is_of_type and classes.get("AutoConfig", config) == config and generating in (None, architecture)
 
 
 def _dtype(raw: RawConfig) -> str:

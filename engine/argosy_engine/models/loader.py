@@ -17,7 +17,7 @@ from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.safetensors_header import read_shards
-from argosy_engine.checkpoint.stored_tensors import with_stored_experts
+from argosy_engine.checkpoint.stored_tensors import check_further_layers, with_stored_experts
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.distributed.communicator import Communicator
@@ -196,6 +196,7 @@ def load_model(
                 *config.multi_token_tensors,
             ],
         )
+        check_further_layers(path, config, reader.names)
         with (
             LoadProgress(reader.stored_bytes(taken), on_read) as progress,
             streamed.reading(taken) if streamed is not None else nullcontext(),

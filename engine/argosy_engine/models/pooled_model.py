@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from argosy_engine.attention.layer import AttentionLayer, StateLayer
 from argosy_engine.attention.metadata import ModelInputs
+from argosy_engine.checkpoint.stored_tensors import SCORE
 from argosy_engine.layers.embedding import Embedding
 from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.layers.layer_factory import LayerFactory
@@ -22,9 +23,6 @@ from argosy_engine.model_configs.pooling_spec import PoolingSpec
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.models import registry
 from argosy_engine.models.registry import CausalLM
-
-SCORE = "score.weight"
-"""Tensor of a head for sequence classification, by the name that all families have for it."""
 
 
 class ScoringModel(CausalLM, Protocol):

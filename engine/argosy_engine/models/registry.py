@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.encoder_config import EncoderConfig, encoder_task
+from argosy_engine.model_configs.model_config import NotOurs
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
 
     Raises:
         ConfigError: neither does; the message lists those of ours.
+        NotOurs: transformers' code may, and `model_impl` rules it out.
     """
     if architecture in _GENERATING and model_impl != "transformers":
         return True
@@ -152,12 +154,17 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
         return False
     if architecture in NATIVE_WRAPPERS:
         return False  # the architecture of its text part counts
-    if model_impl == "argosy" or not architecture.endswith((*_CAUSAL, *_POOLED, WRAPPER)):
+    if not architecture.endswith((*_CAUSAL, *_POOLED, WRAPPER)):
         raise ConfigError(
             f"architecture {architecture} is not supported; there is: {', '.join(sorted(_FAMILIES))}, their "
             "ForSequenceClassification and their base models, and unless --model-impl argosy is given the same of the "
             f"causal models of transformers' (…ForCausalLM), text parts (…{WRAPPER}) and encoders such as BertModel; "
             f"serve one of these, {OTHER_ENGINES}"
+        )
+    if model_impl == "argosy":
+        raise NotOurs(
+            f"{architecture} is not an architecture of argosy's own",
+            "leave out --model-impl argosy, and transformers' code runs it, if it can",
         )
     return False
 
@@ -170,15 +177,27 @@ def decoder_of(architecture: str, model_impl: ModelImpl = "auto") -> str:
 def is_same_decoder(first: str, second: str) -> bool:
     """Whether two architectures differ in their heads alone."""
 
-    def stem(architecture: str) -> str:
-        ends = (*_CAUSAL, *_POOLED)
-        return next(
-            (architecture.removesuffix(end) for end in ends if architecture.endswith(end)), architecture
-        )
-
     if first in _GENERATING or second in _GENERATING:
         return _GENERATING.get(first, first) == _GENERATING.get(second, second)
-    return stem(first) == stem(second)
+    return _stem(first) == _stem(second)
+
+
+def generates(architecture: str) -> bool:
+    """Whether an architecture is that of a decoder with an output head."""
+    return architecture.endswith(_CAUSAL)
+
+
+def config_name(architecture: str) -> str:
+    """Return what transformers calls a decoder's config class."""
+    generating = _GENERATING.get(architecture)
+    base = _stem(architecture) if generating is None else _FAMILIES[generating].base.removesuffix("Model")
+    return f"{base}Config"
+
+
+def _stem(architecture: str) -> str:
+    """Return an architecture's name without its head."""
+    ends = (*_CAUSAL, *_POOLED)
+    return next((architecture.removesuffix(end) for end in ends if architecture.endswith(end)), architecture)
 
 
 def pooling_task(architecture: str) -> PoolingTask | None:
@@ -210,6 +229,14 @@ def config_class(architecture: str, model_impl: ModelImpl = "auto") -> type[Mode
 def model_class(architecture: str) -> type[CausalLM]:
     """Return the model class of an architecture of ours."""
     return _load("models", _FAMILIES[_GENERATING[architecture]].model)
+
+
+def is_of_type(architecture: str, model_type: str) -> bool:
+    """Whether a `model_type` of config.json is that of an architecture of ours."""
+
+    if model_type == "kimi_k2":
+        return _GENERATING[architecture] == "DeepseekV3ForCausalLM"
+    return model_type.replace("_", "") + "config" == config_name(architecture).replace("_", "").lower()
 
 
 def falls_back(architecture: str, model_impl: ModelImpl) -> bool:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
+from argosy_engine.checkpoint.stored_tensors import SCORE, check_further_layers, check_label_head
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.errors import ConfigError
@@ -31,7 +32,6 @@ from argosy_engine.layers.widened_linear import take_mxfp4
 from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_name, without_parts
-from argosy_engine.models.pooled_model import SCORE
 from argosy_engine.models.transformers_attention import STEP
 from argosy_engine.models.transformers_classes import (
     hf_config,
@@ -141,11 +141,9 @@ def _label_head(
         else:
             raise _misfit(path, name, "is missing, which classifier_from_token needs")
         return head[1:] - head[:1] if spec.is_two_way else head
-    if SCORE not in stored or "score.bias" in stored:
-        raise ConfigError(
-            f"the checkpoint in {path} has no head for labels by the name {SCORE}, or one with a bias; copy the whole "
-            f"checkpoint of a {config.architecture}"
-        )
+    check_label_head(path, config, stored)
+    if "score.bias" in stored:
+        raise _misfit(path, "score.bias", "is a bias of the labels' head")
     shape = spec.num_labels, config.hidden_size
     if tuple(stored[SCORE].shape) != shape:
         raise _misfit(path, SCORE, f"is {stored[SCORE].shape}, for {spec.num_labels} labels")
@@ -193,6 +191,8 @@ def _read(
         unused = [name for name in info.get("unexpected_keys") or () if not heads.fullmatch(name)]
         info = {**info, "unexpected_keys": unused}
     _check_tensors(path, info)
+    if config.wrapper is None and not isinstance(config, EncoderConfig):
+        check_further_layers(path, config, _stored_tensors(path, config))  # transformers drops some by number
     checked: PreTrainedModel = model
     return checked
 
@@ -262,7 +262,7 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
             continue
         if is_mxfp4 and (packed := _MXFP4.fullmatch(name)) is not None and tensor.dtype == "U8":
             if packed[2] == "blocks":
-                _check_mxfp4(path, config, name, tensor, stored)
+                _check_mxfp4(path, name, tensor, stored)
                 found[packed[1]] = experts(own.removesuffix("_blocks"), tuple(tensor.shape))
             continue
         if tensor.dtype in _PLAIN or tensor.dtype in _WHOLE:
@@ -281,15 +281,10 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
 
 def _check_mxfp4(
     path: Path,
-    config: TransformersConfig,
     name: str,
     tensor: StoredTensor,
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    if not config.architecture.startswith("GptOss"):
-        raise _misfit(
-            path, name, f"is in MXFP4, whose layout is known of gpt-oss, not of {config.architecture}"
-        )
     scales = stored.get(name.removesuffix("_blocks") + "_scales")
     if len(tensor.shape) != 4 or scales is None or scales.shape != tensor.shape[:3]:
         raise _misfit(path, name, f"is {list(tensor.shape)}, and its scales do not fit it")

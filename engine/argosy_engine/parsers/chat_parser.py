@@ -69,7 +69,8 @@ class ChatParser:
         calls_end_reasoning: bool = False,
     ) -> None:
         self._think = reasoning_parser or ReasoningParser()
-        self._end_of_reasoning = self._think.text_end or self._think.end
+        self._starts_of_reasoning = (self._think.start, *self._think.other_starts)
+        self._ends_of_reasoning = (self._think.text_end or self._think.end, *self._think.other_ends)
         self._answer_marks = (
             DroppedMarks(self._think.answer_marks, _MAX_TRIMMED) if self._think.answer_marks else None
         )
@@ -88,7 +89,7 @@ class ChatParser:
         self._content_markers = Markers((*starts, section[0]) if section else starts)
         self._call_starts = (*tool_parser.first_starts, *starts) if tool_parser is not None else ()
         call_markers = self._content_markers.texts if calls_end_reasoning else ()
-        self._reasoning_markers = Markers((self._end_of_reasoning, *call_markers))
+        self._reasoning_markers = Markers((*self._ends_of_reasoning, *call_markers))
         self._call: list[str] = []
         """Text of the open call, from its start marker on."""
         self._head: str | None = None
@@ -102,8 +103,8 @@ class ChatParser:
         self._scanner: Scanner | None = None
         self._in_thought = False
         """Whether the call that may begin, or the open one, stands in the reasoning."""
-        self._end_of_thought: MarkerScanner | None = None
-        """Set while an open call stands in the reasoning."""
+        self._ends_of_thought: list[MarkerScanner] = []
+        """What finds the end of the reasoning while an open call stands in it."""
         self._drafts: list[str] = []
         """Text of the calls that stand last in the reasoning so far."""
         self._draft_calls: list[ParsedCall] = []
@@ -174,14 +175,14 @@ class ChatParser:
         begin = position
         while begin < min(len(text), position + _MAX_TRIMMED + 1) and text[begin].isspace():
             begin += 1
-        head = text[begin : begin + len(self._think.start)]
-        is_near = begin - position <= _MAX_TRIMMED
-        if is_near and head == self._think.start:
-            self._enter(_State.REASONING)
-            return begin + len(self._think.start)
-        if is_near and not is_last and self._think.start.startswith(head):
-            self._buffer = text[position:]
-            return None  # may still become reasoning
+        if begin - position <= _MAX_TRIMMED:
+            for start in self._starts_of_reasoning:
+                if text.startswith(start, begin):
+                    self._enter(_State.REASONING)
+                    return begin + len(start)
+                if not is_last and start.startswith(text[begin : begin + len(start)]):
+                    self._buffer = text[position:]
+                    return None  # may still become reasoning
         if self._starts_open:
             self._enter(_State.REASONING)
         else:
@@ -190,7 +191,9 @@ class ChatParser:
 
     def _begin_content(self) -> None:
         self._is_after_call = False
-        is_call_first = self._tools is not None and bool(self._tools.first_starts)
+        is_call_first = (
+            self._tools is not None and bool(self._tools.first_starts) and not self._tools.needs_section
+        )
         self._state = _State.BETWEEN if is_call_first else _State.CONTENT
 
     def _take_until(
@@ -228,7 +231,7 @@ class ChatParser:
         into.append(text)
 
     def _enter_marker(self, marker: str) -> None:
-        if self._state is _State.REASONING and marker == self._end_of_reasoning:
+        if self._state is _State.REASONING and marker in self._ends_of_reasoning:
             self._enter_content()
             return
         assert self._tools is not None
@@ -291,13 +294,14 @@ class ChatParser:
             if text.startswith(mark, begin):
                 self._drafts.append(mark)
                 return begin + len(mark)
-        if text.startswith(self._end_of_reasoning, begin):
-            self._reasoning.append(_without_last_newlines(self._take_drafts()))
-            self._enter_content()
-            return begin + len(self._end_of_reasoning)
+        for end in self._ends_of_reasoning:
+            if text.startswith(end, begin):
+                self._reasoning.append(_without_last_newlines(self._take_drafts()))
+                self._enter_content()
+                return begin + len(end)
         rest = text[begin : begin + 64]
         if not is_last and any(
-            mark.startswith(rest) for mark in (*self._call_starts, *section, self._end_of_reasoning)
+            mark.startswith(rest) for mark in (*self._call_starts, *section, *self._ends_of_reasoning)
         ):
             self._buffer = text[begin:]
             return None
@@ -318,7 +322,9 @@ class ChatParser:
         self._call = [start]
         self._head = None if self._in_thought or self._num_reread >= _MAX_REREAD_CALLS else start
         self._has_passed = False
-        self._end_of_thought = MarkerScanner(self._end_of_reasoning) if self._in_thought else None
+        self._ends_of_thought = (
+            [MarkerScanner(end) for end in self._ends_of_reasoning] if self._in_thought else []
+        )
 
     def _leave_head(self, text: str, position: int) -> int | None:
         """Begin the open call if its opening is complete; return where its arguments go on, or None."""
@@ -359,10 +365,10 @@ class ChatParser:
         if self._head is not None and (begin := self._leave_head(text, position)) is not None:
             return begin
         piece = text[position : position + _MAX_PIECE]
-        thought_end = -1
-        if self._end_of_thought is not None:
-            thought_end = self._end_of_thought.feed(piece, 0)
-            piece = piece[:thought_end] if thought_end >= 0 else piece
+        thought_end = min(
+            (end for scanner in self._ends_of_thought if (end := scanner.feed(piece, 0)) >= 0), default=-1
+        )
+        piece = piece[:thought_end] if thought_end >= 0 else piece
         end = self._find_end(piece)
         if end == NO_CALL:
             self._give_back("".join(self._call))
@@ -371,9 +377,9 @@ class ChatParser:
         if thought_end >= 0 and not 0 <= end < thought_end:
             # A call counts in the reasoning only if it is complete before the reasoning ends.
             self._call.append(piece)
-            thought = (
-                self._take_drafts() + self._between + "".join(self._call).removesuffix(self._end_of_reasoning)
-            )
+            call = "".join(self._call)
+            mark = next(end for end in self._ends_of_reasoning if call.endswith(end))
+            thought = self._take_drafts() + self._between + call.removesuffix(mark)
             self._reasoning.append(_without_last_newlines(thought))
             self._between, self._call, self._in_thought = "", [], False
             self._enter_content()

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.reasoning_parsers import (
+    CohereCommand3ReasoningParser,
+    CohereCommand4ReasoningParser,
     DeepSeekR1ReasoningParser,
     Ernie45ReasoningParser,
     Gemma4ReasoningParser,
     Glm45ReasoningParser,
     GptOssReasoningParser,
+    GraniteReasoningParser,
     MistralReasoningParser,
     Qwen3ReasoningParser,
     ReasoningParser,
@@ -34,12 +37,18 @@ from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
 from argosy_engine.parsers.tool_parsers.gemma4_tool_parser import Gemma4ToolParser
 from argosy_engine.parsers.tool_parsers.glm45_tool_parser import Glm45ToolParser
 from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
+from argosy_engine.parsers.tool_parsers.json_list_tool_parser import (
+    CohereCommandToolParser,
+    GraniteToolParser,
+    NemotronJsonToolParser,
+)
 from argosy_engine.parsers.tool_parsers.kimi_k2_tool_parser import KimiK2ToolParser
 from argosy_engine.parsers.tool_parsers.llama3_json_tool_parser import Llama3JsonToolParser
 from argosy_engine.parsers.tool_parsers.minimax_m2_tool_parser import MinimaxM2ToolParser
-from argosy_engine.parsers.tool_parsers.mistral_tool_parser import GraniteToolParser, MistralToolParser
+from argosy_engine.parsers.tool_parsers.mistral_tool_parser import MistralToolParser
 from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
+    Lfm2ToolParser,
     Llama4PythonicToolParser,
     Olmo3ToolParser,
     PythonicToolParser,
@@ -78,8 +87,13 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "olmo3": Olmo3ToolParser,
     "seed_oss": SeedOssToolParser,
     "solar_open": SolarOpenToolParser,
+    "lfm2": Lfm2ToolParser,
+    "cohere_command3": CohereCommandToolParser,
+    "cohere_command4": CohereCommandToolParser,
+    "nemotron_json": NemotronJsonToolParser,
+    "llama_nemotron_json": NemotronJsonToolParser,
 }
-"""Tool parsers by vLLM's names, aliases included."""
+"""Tool parsers by vLLM's names, aliases included; the last two are those of NVIDIA's plugins for it."""
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "qwen3": Qwen3ReasoningParser,
     "deepseek_r1": DeepSeekR1ReasoningParser,
@@ -96,6 +110,9 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "seed_oss": SeedOssReasoningParser,
     "ernie45": Ernie45ReasoningParser,
     "solar_open": SolarOpenReasoningParser,
+    "granite": GraniteReasoningParser,
+    "cohere_command3": CohereCommand3ReasoningParser,
+    "cohere_command4": CohereCommand4ReasoningParser,
 }
 """Reasoning parsers by vLLM's names, aliases included."""
 _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -112,6 +129,11 @@ _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|START_ACTION|>", "<|START_TEXT|>"), "cohere_command4"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("<TOOLCALL>",), "nemotron_json"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
     (("<|tool_call|>", "<|start_of_role|>"), "granite"),
     (("<tool_call>",), "hermes"),
     (("<function_calls>",), "olmo3"),
@@ -131,6 +153,8 @@ _TOOLS_OF_TYPES: dict[str, str] = {
     "kimi_k2": "kimi_k2",
     "minimax_m2": "minimax_m2",
     "seed_oss": "seed_oss",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
     "llama": "llama3_json",
     "llama4": "llama4_pythonic",
     "mistral": "mistral",
@@ -145,10 +169,24 @@ _REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<seed:think>",), "seed_oss"),
     (("<|think|>", "<|begin|>"), "solar_open"),
     (("[THINK]",), "mistral"),
+    (("<|START_THINKING|>", "<|START_TEXT|>"), "cohere_command4"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("Here is my thought process:", "Here is my response:"), "granite"),
     (("<think>", "<response>", "</response>"), "ernie45"),
     (("<think>", "<arg_key>"), "glm45"),
     (("<think>",), "qwen3"),
 )
+_UNREAD_TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<tool_calls>",), "jamba, hunyuan_a13b"),
+    (("<｜tool_calls_begin｜>",), "step3"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("Action:", "directly_answer"), "Cohere's first Command R"),
+)
+"""As `_TOOL_MARKS`, of forms that no parser here reads, with the names of vLLM's parsers or of the models."""
 _DEFAULT_REASONING_PARSER = "qwen3"
 _DEFAULT_TOOL_PARSER = "hermes"
 _registered: list[str] = []
@@ -165,8 +203,24 @@ class ChosenParsers(NamedTuple):
     reasoning_parser_name: str
     reasoning_parser: type[ReasoningParser]
     """Used if the template leaves room for reasoning, or the user has named it."""
-    is_tool_parser_guessed: bool = False
-    """Whether neither a flag nor the template nor the model's type tells the form of calls."""
+    tool_doubt: str | None = None
+    """What speaks against the tool parser, with the remedy: the template takes tools, and neither it nor a flag nor the
+    model's type tells the form of calls, or it has one that no parser reads."""
+    reasoning_doubt: str | None = None
+    """As `tool_doubt`: the template has no marks of reasoning, and no flag names the parser."""
+
+    def described(self, *, has_thinking: bool) -> str:
+        """Return the choice as text, with what speaks against it.
+
+        Args:
+            has_thinking: whether the reasoning parser is used.
+        """
+        named = [("tool calls", self.tool_parser_name, self.tool_doubt)]
+        reasoning = (self.reasoning_parser_name, self.reasoning_doubt) if has_thinking else ("none", None)
+        named.append(("reasoning", *reasoning))
+        return ", ".join(
+            f"{what} {name} ({doubt})" if doubt else f"{what} {name}" for what, name, doubt in named
+        )
 
 
 def register_tool_parser(*names: str) -> Callable[[_ParserType], _ParserType]:
@@ -253,18 +307,38 @@ def choose_parsers(
         ConfigError: there is no parser of that name.
     """
     model_type = str(model_config.get("model_type"))
-    tools = tool_call_parser or _chosen(template, _TOOL_MARKS) or _TOOLS_OF_TYPES.get(model_type)
-    is_guessed = tools is None
+    tools = tool_call_parser or _chosen(template, _TOOL_MARKS)
+    tool_doubt = reasoning_doubt = None
     if tools is None:
-        tools = _DEFAULT_TOOL_PARSER
+        unread = _chosen(template, _UNREAD_TOOL_MARKS)
+        tools = _TOOLS_OF_TYPES.get(model_type)
+        if unread is not None:
+            tool_doubt = (
+                f"the chat template has calls in a form that no parser here reads ({unread}): they arrive as content; "
+                "--tool-parser-plugin adds a parser"
+            )
+        elif tools is None and template is not None and "tool" in template:
+            tool_doubt = (
+                "a guess: neither chat template nor model type tells a known form of calls; if the model calls tools "
+                "in another, name it with --tool-call-parser"
+            )
+        tools = tools or _DEFAULT_TOOL_PARSER
     if tools == "pythonic" and model_type == "llama4" and tool_call_parser is None:
         tools = "llama4_pythonic"
-    thoughts = reasoning_parser or _chosen(template, _REASONING_MARKS) or _DEFAULT_REASONING_PARSER
+    thoughts = reasoning_parser or _chosen(template, _REASONING_MARKS)
+    if thoughts is None:
+        thoughts = _DEFAULT_REASONING_PARSER
+        reasoning_doubt = (
+            "a guess: the chat template has no marks of reasoning; if the model writes others than "
+            f"{REASONING_PARSERS[thoughts].start}, name its form with --reasoning-parser"
+        )
     if tools not in TOOL_PARSERS:
         raise _unknown("--tool-call-parser", tools, TOOL_PARSERS)
     if thoughts not in REASONING_PARSERS:
         raise _unknown("--reasoning-parser", thoughts, REASONING_PARSERS)
-    return ChosenParsers(tools, TOOL_PARSERS[tools], thoughts, REASONING_PARSERS[thoughts], is_guessed)
+    return ChosenParsers(
+        tools, TOOL_PARSERS[tools], thoughts, REASONING_PARSERS[thoughts], tool_doubt, reasoning_doubt
+    )
 
 
 def has_reasoning(template: str) -> bool:

@@ -10,6 +10,11 @@ class ReasoningParser:
 
     start: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
+    other_starts: ClassVar[tuple[str, ...]] = ()
+    other_ends: ClassVar[tuple[str, ...]] = ()
+    """Texts that models write in the place of `start` and `end`."""
+    is_prose: ClassVar[bool] = False
+    """Whether the markers are sentences, which a tokenizer may divide in several ways: no grammar waits for them."""
     tokens: ClassVar[tuple[str, ...]] = ()
     """Special tokens within the markers, if these have other text."""
     end_before_calls: ClassVar[str | None] = None
@@ -42,6 +47,33 @@ class Ernie45ReasoningParser(ReasoningParser):
     """ERNIE 4.5 Thinking: `<think>...</think>`, after which the answer may stand in `<response>` and `</response>`."""
 
     answer_marks = ("<response>", "</response>")
+
+
+class GraniteReasoningParser(ReasoningParser):
+    """Granite 3.2: `Here is my thought process:` and `Here is my response:`, or `Here's` in both."""
+
+    start = "Here is my thought process:"
+    end = "Here is my response:"
+    other_starts = ("Here's my thought process:",)
+    other_ends = ("Here's my response:",)
+    is_prose = True
+
+
+class CohereCommand3ReasoningParser(ReasoningParser):
+    """Command R7B and Command A: `<|START_THINKING|>...<|END_THINKING|>`, before calls a plan; the answer stands
+    between `<|START_RESPONSE|>` and `<|END_RESPONSE|>`."""
+
+    start = "<|START_THINKING|>"
+    end = "<|END_THINKING|>"
+    answer_marks: ClassVar[tuple[str, ...]] = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    tokens = answer_marks
+
+
+class CohereCommand4ReasoningParser(CohereCommand3ReasoningParser):
+    """Cohere's later models: the answer stands between `<|START_TEXT|>` and `<|END_TEXT|>`."""
+
+    answer_marks = ("<|START_TEXT|>", "<|END_TEXT|>")
+    tokens = answer_marks
 
 
 class SolarOpenReasoningParser(ReasoningParser):

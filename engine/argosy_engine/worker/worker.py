@@ -36,7 +36,7 @@ from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
-from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
@@ -164,6 +164,8 @@ class Worker:
                     "are refused",
                     config.wrapper,
                 )
+            if config.replaced_code and self.rank == 0:
+                logger.warning("%s", REPLACED_CODE)
             if args.load_format != "dummy":
                 config = with_stored_head(self._path, config)
             check_tensor_parallel(

@@ -35,6 +35,8 @@ class ToolParser(ABC):
     """Texts that begin a call at the beginning of the content, or after another call."""
     section: ClassVar[tuple[str, str] | None] = None
     """Markers around all calls of a message. They are removed with the calls."""
+    needs_section: ClassVar[bool] = False
+    """Whether `first_starts` begin a call within a section only."""
     separators: ClassVar[str] = ""
     """Characters that may separate calls, and are removed with them."""
     other_markers: ClassVar[tuple[str, ...]] = ()

@@ -36,7 +36,6 @@ _OPENING = re.compile(
     rf"\[TOOL_CALLS\]\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}(?:\[CALL_ID\]\s?(?P<id>\w{{0,64}})\s?)?"
     rf"(?P<mark>\[ARGS\])?\s{{0,16}}{OBJECT_START}"
 )
-_LIST_HEAD, _LIST_SPACE = re.compile(r"\s*(?P<list>\[)(?=\s*[{\]])"), re.compile(r"\s*\[?\s*")
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_CHARS = 9
 
@@ -82,22 +81,6 @@ class MistralToolParser(ToolParser):
             return call.id
         digest = sha256(f"{request_id}:{choice}:{number}".encode()).digest()
         return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:_ID_CHARS])
-
-
-class GraniteToolParser(ToolParser):
-    """Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, in 3.1 after `<tool_call>`."""
-
-    starts = ("<|tool_call|>", "<tool_call>")
-    call_form = ToolCallForm(
-        begin='{"name": {json_name}, "arguments": ', end="}", separator=", ", first="<|tool_call|>[", last="]"
-    )
-
-    def scanner(self, start: str) -> Scanner:
-        return HeadScanner(_LIST_HEAD, _LIST_SPACE, ValueScanner())
-
-    def parse(self, text: str) -> Sequence[ParsedCall] | None:
-        start = next(start for start in self.starts if text.startswith(start))
-        return calls_of(json_value(text[len(start) :]), ("arguments",))
 
 
 def _is_id(text: str) -> bool:

@@ -1,5 +1,5 @@
-"""Llama 3.2, ToolACE and Llama 4: a list of Python calls, `[f(a=1), g(b="x")]`, with which the content begins; OLMo 3:
-such calls in lines between marks.
+"""Llama 3.2, ToolACE and Llama 4: a list of Python calls, `[f(a=1), g(b="x")]`, with which the content begins; LFM2:
+such a list between marks; OLMo 3: such calls in lines between marks.
 
 Where a call is required, the list holds JSON objects, `[{"name": ..., "parameters": {...}}]`, which a grammar can
 enforce; the parser reads both.
@@ -56,6 +56,14 @@ class Llama4PythonicToolParser(PythonicToolParser):
     """The list may stand between `<|python_start|>` and `<|python_end|>`."""
 
     section = ("<|python_start|>", "<|python_end|>")
+
+
+class Lfm2ToolParser(PythonicToolParser):
+    """LFM2 and LFM2.5: the list stands between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+
+    section = ("<|tool_call_start|>", "<|tool_call_end|>")
+    needs_section = True
+    call_form = PythonicToolParser.call_form._replace(first=f"{section[0]}[", last=f"]{section[1]}")
 
 
 class Olmo3ToolParser(PythonicToolParser):
