@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
+    LlamaModel,
     LlamaRMSNorm,
 )
 
@@ -34,7 +35,7 @@ from argosy_engine.models.transformers_attention import AttendingLayer, Step
 from argosy_engine.models.transformers_kernels import (
     CalledLinears,
     KernelAttention,
-    KernelLayer,
+    KernelLayers,
     KernelLinear,
     KernelMLP,
     KernelNorm,
@@ -187,27 +188,27 @@ def forwards(model: nn.Module) -> dict[str, type]:
     return {
         name: type(vars(module)["forward"])
         for name, module in model.named_modules()
-        if isinstance(vars(module).get("forward"), (KernelAttention, KernelLayer))
+        if isinstance(vars(module).get("forward"), (KernelAttention, KernelLayers))
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("model_type", "layers"),
+    ("model_type", "is_joined"),
     [
-        ("llama", 4),
-        ("mistral", 4),
-        ("qwen2", 4),
-        ("qwen3", 4),
-        ("granite", 0),  # multiplies what layers add to the residual
-        ("apertus", 0),  # an MLP without a gate
-        ("arcee", 0),  # an MLP without a gate
-        ("gemma2", 0),  # other norms, and a limit of scores
-        ("qwen3_moe", 0),  # experts
+        ("llama", True),
+        ("mistral", True),
+        ("qwen2", True),
+        ("qwen3", True),
+        ("granite", False),  # multiplies what layers add to the residual
+        ("apertus", False),  # an MLP without a gate
+        ("arcee", False),  # an MLP without a gate
+        ("gemma2", False),  # other norms, and a limit of scores
+        ("qwen3_moe", False),  # experts
     ],
 )
 def test_attention_and_layers_that_are_recognised_compute_what_they_did(
-    model_type: str, layers: int, dtype: torch.dtype, tmp_path: Path
+    model_type: str, is_joined: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     write_checkpoint(model_type, tmp_path, head_dim=32)
     use = EngineArgs.of(model=str(tmp_path), model_impl="transformers").model_use
@@ -219,7 +220,7 @@ def test_attention_and_layers_that_are_recognised_compute_what_they_did(
         assert isinstance(model, TransformersModel)
         probe(config, model, dtype, cpu)
     found = list(forwards(model.model).values())
-    assert (found.count(KernelAttention), found.count(KernelLayer)) == (4, layers)
+    assert found == [KernelLayers, KernelAttention] if is_joined else found == [KernelAttention] * 4
 
 
 def changed(function: Any, change: Callable[[Any], Any]) -> Any:
@@ -285,23 +286,25 @@ def called(self: Any, *args: Any, **given: Any) -> Any:
     return nn.Module.__call__(self, *args, **given)
 
 
-def recognised(
+def fused(
     attention: type = LlamaAttention,
     layer: type = LlamaDecoderLayer,
+    body: type = LlamaModel,
     watched: str | None = None,
     **changes: Any,
-) -> set[type]:
-    """Return what stands in place of the forwards of a Llama's first layer and its attention.
+) -> dict[str, type]:
+    """Return what stands in place of the forwards of a Llama with two layers.
 
     Args:
-        attention, layer: classes of theirs.
-        watched: part of the layer with a hook.
-        changes: attributes of parts of the layer, by `part__attribute`.
+        attention, layer: classes of the first of them.
+        watched: part of it with a hook.
+        changes: attributes of its parts, by `part__attribute`.
     """
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
-    first = model.model.layers[0]
-    first.__class__, first.self_attn.__class__ = layer, attention
+    layers = model.model.layers
+    first = layers[0]
+    model.model.__class__, first.__class__, first.self_attn.__class__ = body, layer, attention
     for name, value in changes.items():
         part, attribute = name.split("__")
         setattr(getattr(first, part), attribute, value)
@@ -309,26 +312,30 @@ def recognised(
         getattr(first, watched).register_forward_hook(lambda *_: None)
     backend = CpuBackend(torch.float32)
     params = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-    attending = [
-        AttendingLayer(each.self_attn, params, backend, AttentionWeights(), 16) for each in model.model.layers
-    ]
+    attending = [AttendingLayer(each.self_attn, params, backend, AttentionWeights(), 16) for each in layers]
     linears = CalledLinears(model, torch.float32)
     with torch.inference_mode():
         model(torch.randint(0, 131, (1, 9)))
         linears.use_kernels(attending)
-    found = forwards(model)
-    assert found["model.layers.1"] is KernelLayer
-    return {kind for name, kind in found.items() if name.startswith("model.layers.0")}
+    return forwards(model)
+
+
+def recognised(**changes: Any) -> set[type]:
+    """Return what stands in place of the forwards of a Llama's first layer and its attention."""
+    found = fused(**changes)
+    first = {kind for name, kind in found.items() if name.startswith("model.layers.0")}
+    assert KernelLayers in first or found["model.layers.1"] is KernelLayers
+    return first
 
 
 def test_attention_is_recognised_by_its_code_and_what_that_calls() -> None:
     forward = LlamaAttention.forward
-    assert recognised(subclass(LlamaAttention, forward=changed(forward, copied))) == {
+    assert recognised(attention=subclass(LlamaAttention, forward=changed(forward, copied))) == {
         KernelAttention,
-        KernelLayer,
+        KernelLayers,
     }
     own_eager = changed(forward, lambda each: with_globals(each, eager_attention_forward=print))
-    assert KernelAttention in recognised(subclass(LlamaAttention, forward=own_eager))
+    assert KernelAttention in recognised(attention=subclass(LlamaAttention, forward=own_eager))
     rotates = changed(
         forward,
         lambda each: with_globals(each, apply_rotary_pos_emb=modeling_ernie4_5.apply_rotary_pos_emb),
@@ -340,24 +347,38 @@ def test_attention_is_recognised_by_its_code_and_what_that_calls() -> None:
         {"forward": changed(forward, with_default)},
         {"__call__": called},
     ):
-        assert recognised(subclass(LlamaAttention, **change)) == set(), change
+        assert recognised(attention=subclass(LlamaAttention, **change)) == set(), change
 
 
 def test_rotations_that_call_another_function_are_another_computation() -> None:
     """Ernie 4.5 has the code of Llama's attention, and rotates neighbours by a function of the same name."""
     ernie: Any = modeling_ernie4_5.Ernie4_5Attention
-    assert recognised(ernie) == set()
+    assert recognised(attention=ernie) == set()
 
 
 def test_layers_are_recognised_by_their_code_and_their_parts() -> None:
     forward = LlamaDecoderLayer.forward
-    assert KernelLayer in recognised(layer=subclass(LlamaDecoderLayer, forward=changed(forward, copied)))
+    assert KernelLayers in recognised(layer=subclass(LlamaDecoderLayer, forward=changed(forward, copied)))
     swapped = subclass(LlamaDecoderLayer, forward=changed(forward, with_norms_swapped))
     assert recognised(layer=swapped) == {KernelAttention}
     assert recognised(mlp__act_fn=nn.GELU()) == {KernelAttention}
     assert recognised(input_layernorm__variance_epsilon=0.1) == {KernelAttention}
     assert recognised(watched="mlp") == {KernelAttention}
     assert recognised(watched="self_attn") == set()
+
+
+def test_layers_are_joined_in_models_whose_code_is_known() -> None:
+    forward = LlamaModel.forward
+    joined = {"model.layers.0", "model.layers.0.self_attn"}
+    separate = joined | {"model.layers.1", "model.layers.1.self_attn"}
+    assert fused().keys() == joined
+    assert fused(body=subclass(LlamaModel, forward=changed(forward, copied))).keys() == joined
+    other = subclass(LlamaModel, forward=changed(forward, with_default))
+    assert fused(body=other).keys() == separate
+    epsilons = {f"{name}__variance_epsilon": 0.1 for name in ("input_layernorm", "post_attention_layernorm")}
+    assert fused(**epsilons).keys() == separate
+    narrow = {f"mlp__{name}_proj": nn.Linear(64, 64, bias=False) for name in ("gate", "up", "down")}
+    assert fused(**narrow).keys() == separate
 
 
 def test_a_step_rotates_by_tables_of_its_tokens() -> None:
@@ -375,20 +396,23 @@ def test_a_step_rotates_by_tables_of_its_tokens() -> None:
     )
     half = torch.rand(1, 3, 4)
     cos, sin = torch.cat((half, half), dim=2), torch.cat((half, half), dim=2) / 2
+    hidden = torch.zeros(1, 3, 32)
+    embeddings = (cos, sin)
     step = Step([], meta, None)
-    found = step.rotation((cos, sin), torch.float32, 8)
-    assert found is not None
-    assert found is step.rotation((cos, sin), torch.float32, 8)
+    assert step.rotates(hidden, embeddings, 8)
+    found = step.begin_layers([], embeddings, 8)
     assert torch.equal(found.cosines, half[0])
     assert torch.equal(found.sines, half[0] / 2)
     assert found.meta.positions.tolist() == [0, 1, 2]
+    assert step.begin_layers([], embeddings, 8) is found
     neighbours = half.repeat_interleave(2, dim=2)
-    for embeddings, dtype, head_dim in [
-        ((neighbours, sin), torch.float32, 8),
-        ((cos, neighbours), torch.float32, 8),
-        ((cos, sin), torch.bfloat16, 8),
-        ((cos, sin), torch.float32, 16),
-        ((cos[:, :2], sin[:, :2]), torch.float32, 8),
-        (None, torch.float32, 8),
+    for embeddings, other, head_dim in [
+        ((neighbours, sin), hidden, 8),
+        ((cos, neighbours), hidden, 8),
+        ((cos, sin), hidden.bfloat16(), 8),
+        ((cos, sin), hidden, 16),
+        ((cos[:, :2], sin[:, :2]), hidden, 8),
+        ((cos, sin), hidden[:, :2], 8),
+        (None, hidden, 8),
     ]:
-        assert Step([], meta, None).rotation(embeddings, dtype, head_dim) is None
+        assert not Step([], meta, None).rotates(other, embeddings, head_dim)

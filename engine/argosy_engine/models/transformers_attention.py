@@ -188,42 +188,50 @@ class Step:
         self.states = states
         self.is_attending = False
         """Whether our own code runs, rather than the model's."""
-        self._rotations: dict[tuple[int, int, int], tuple[Any, Rotation | None]] = {}
-        """By the identities of cos and sin, which are kept alive beside it, and the size of heads."""
+        self._rotations: dict[tuple[int, int], tuple[Any, Rotation | None]] = {}
+        """By the identity of cos and sin, which are kept alive beside it, and the size of heads."""
 
-    def begin_layer(self, module: nn.Module) -> AttendingLayer:
-        """Return the layer of the KV cache that a module attends to, each time that it does."""
+    def _next_layer(self, module: nn.Module) -> AttendingLayer:
         layer = next(self._layers, None)
         assert layer is not None, "a model attends as often as when it was followed"
         assert layer.module is module, "a model attends in the order in which it was followed"
         return layer
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer = self.begin_layer(call.module)
+        layer = self._next_layer(call.module)
         self.is_attending = True
         attended = layer(call.heads, self._meta)
         self.is_attending = False
         return attended
 
-    def rotation(self, embeddings: Any, dtype: torch.dtype, head_dim: int) -> Rotation | None:
-        """Return how our kernels rotate by what a model's `apply_rotary_pos_emb` gets, which is found once for all
-        layers; None if it is not the same for both halves of all heads, or of another dtype than this.
+    def rotates(self, hidden_states: torch.Tensor, embeddings: Any, head_dim: int) -> bool:
+        """Whether our kernels can rotate by what a model gives to its `apply_rotary_pos_emb`: it is the same for both
+        halves of all heads, and in the dtype of the hidden states.
 
         Args:
+            hidden_states: of all tokens, [1, T, hidden_size].
             embeddings: cos and sin, each [1, T, head_dim].
         """
         if not isinstance(embeddings, tuple) or len(embeddings) != 2:
-            return None
-        key = id(embeddings[0]), id(embeddings[1]), head_dim
+            return False
+        if hidden_states.shape[:-1] != (1, len(self._meta.positions)):
+            return False
+        key = id(embeddings), head_dim
         if key not in self._rotations:
             self.is_attending = True
-            self._rotations[key] = embeddings, self._find_rotation(embeddings, dtype, head_dim)
+            self._rotations[key] = embeddings, self._rotation(embeddings, hidden_states.dtype, head_dim)
             self.is_attending = False
-        return self._rotations[key][1]
+        return self._rotations[key][1] is not None
 
-    def _find_rotation(
-        self, embeddings: tuple[Any, Any], dtype: torch.dtype, head_dim: int
-    ) -> Rotation | None:
+    def begin_layers(self, modules: Sequence[nn.Module], embeddings: Any, head_dim: int) -> Rotation:
+        """Return how q and k of modules are rotated that attend next without the attention function; it `rotates`."""
+        for module in modules:
+            self._next_layer(module)
+        rotation = self._rotations[id(embeddings), head_dim][1]
+        assert rotation is not None
+        return rotation
+
+    def _rotation(self, embeddings: tuple[Any, Any], dtype: torch.dtype, head_dim: int) -> Rotation | None:
         tables = []
         for each in embeddings:
             if each.dtype is not dtype or each.shape != (1, len(self._meta.positions), head_dim):

@@ -23,10 +23,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
+    LlamaModel,
     LlamaRMSNorm,
 )
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from argosy_engine.attention.backend import DecoderParts, FusedDecoder
@@ -40,7 +41,6 @@ from argosy_engine.layers.norms import RMSNorm
 from argosy_engine.models.transformers_attention import (
     AttendingLayer,
     RotatingAttention,
-    Rotation,
     Step,
     running,
 )
@@ -50,6 +50,8 @@ _PLAIN_ATTENTION = LlamaAttention, Qwen2Attention, MistralAttention, Gemma2Atten
 _NORMED_ATTENTION = Qwen3Attention, ApertusAttention
 """Classes of attention that rotate halves of q and k; these norm each head before. What they ask the attention function
 for is known from following the model."""
+_BODIES = LlamaModel, MistralModel, Qwen2Model
+"""Models that hand the output of each of their `layers` to the next one as it is, and the same rotations to all."""
 _EAGER = frozenset({"eager_attention_forward"})
 """Functions that recognised code may have of its own, because steps never call them."""
 
@@ -106,7 +108,9 @@ class CalledLinears:
             if callers.count(layer.module) == 1:
                 KernelAttention.replace(layer, self._dtype)
         for module in self._model.modules():
-            KernelLayer.replace(module)
+            KernelLayers.replace(module)
+        for module in list(self._model.modules()):
+            KernelLayers.join(module)
 
     def _replace(self, parent: nn.Module, ours: dict[nn.Module, nn.Module]) -> None:
         """Replace modules below this one.
@@ -300,7 +304,7 @@ class KernelAttention:
         output: LinearKernel,
     ) -> None:
         self.layer, self.qkv, self.attention, self.output = layer, qkv, attention, output
-        self._dtype, self._head_dim = dtype, layer.attention.params.head_dim
+        self._dtype, self.head_dim = dtype, layer.attention.params.head_dim
         self._theirs: Callable[..., Any] = layer.module.forward
 
     @classmethod
@@ -323,28 +327,24 @@ class KernelAttention:
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Any = None, *args: Any, **others: Any
     ) -> Any:
-        rotation = None if args else self.begin(hidden_states, position_embeddings, others)
-        if rotation is None:
+        step = None if args else self.step(hidden_states, position_embeddings, others)
+        if step is None:
             return self._theirs(hidden_states, position_embeddings, *args, **others)
+        rotation = step.begin_layers([self.layer.module], position_embeddings, self.head_dim)
         qkv = self.qkv(hidden_states.reshape(-1, hidden_states.shape[-1]))
         attended = self.output(self.attention(qkv, rotation))
         return attended.view(*hidden_states.shape[:-1], attended.shape[-1]), None
 
-    def begin(
+    def step(
         self, hidden_states: torch.Tensor, position_embeddings: Any, others: Mapping[str, Any]
-    ) -> Rotation | None:
-        """Return how a step rotates q and k if our kernels compute attention from these arguments, which then has to
-        follow; None if they do not."""
+    ) -> Step | None:
+        """Return the step that runs if our kernels compute attention from these arguments; None if they do not."""
         step = running()
         if not isinstance(step, Step) or hidden_states.dtype is not self._dtype:
             return None
         if any(others.get(name) is not None for name in CACHES):
             return None
-        rotation = step.rotation(position_embeddings, self._dtype, self._head_dim)
-        if rotation is None or hidden_states.shape[:-1] != (1, len(rotation.cosines)):
-            return None
-        step.begin_layer(self.layer.module)
-        return rotation
+        return step if step.rotates(hidden_states, position_embeddings, self.head_dim) else None
 
 
 def _norms_of_heads(module: Any) -> _HeadNorms | None:
@@ -361,17 +361,28 @@ def _norms_of_heads(module: Any) -> _HeadNorms | None:
     return _HeadNorms(norms[0].weight, norms[1].weight, norms[0].norm.eps)
 
 
-class KernelLayer:
-    """Llama's decoder layer in one call of our kernels, in place of a module's `forward`, which computes what its
-    attention leaves."""
+class KernelLayers:
+    """Llama's decoder layer, or several of them, in one call of our kernels, in place of a module's `forward`, which
+    computes what its attention leaves.
 
-    def __init__(self, module: nn.Module, attention: KernelAttention, fused: FusedDecoder) -> None:
-        self._attention, self._fused = attention, fused
-        self._theirs: Callable[..., Any] = module.forward
+    Args:
+        theirs: what is replaced, for each layer.
+    """
+
+    def __init__(
+        self,
+        attention: Sequence[KernelAttention],
+        parts: Sequence[DecoderParts],
+        fused: FusedDecoder,
+        theirs: Sequence[Callable[..., Any]],
+    ) -> None:
+        self._attention, self._parts, self._fused, self._theirs = attention, parts, fused, theirs
+        self._modules = [each.layer.module for each in attention]
+        self._rotating = [each.attention for each in attention]
 
     @classmethod
     def replace(cls, module: Any) -> None:
-        """Replace what a module computes if its code is known, and that of its parts."""
+        """Replace what a layer computes if its code is known, and that of its parts."""
         if not _has_code_of(module, LlamaDecoderLayer.forward):
             return
         attention = vars(module.self_attn).get("forward")
@@ -389,17 +400,49 @@ class KernelLayer:
             module.mlp.gate_up,
             module.mlp.down_proj.kernel,
         )
-        fused = attention.layer.backend.fuse_decoder([parts])
-        if fused is not None:
-            module.forward = cls(module, attention, fused)
+        if (fused := attention.layer.backend.fuse_decoder([parts])) is not None:
+            module.forward = cls([attention], [parts], fused, [module.forward])
+
+    @classmethod
+    def join(cls, body: Any) -> None:
+        """Let the first layer of a model whose code is known compute them all, if all are replaced and of one size. The
+        model then has no others, and masks, which differ between layers, are not read in steps."""
+        if not any(_is_same(type(body).forward, each.forward, frozenset()) for each in _BODIES):
+            return
+        kinds = body._forward_hooks, body._forward_pre_hooks
+        found = [vars(each).get("forward") for each in body.layers]
+        layers = [each for each in found if isinstance(each, cls)]
+        if any(kinds) or len(layers) < len(body.layers) or len({each._sizes for each in layers}) != 1:
+            return
+        if any(each._forward_hooks or each._forward_pre_hooks for each in body.layers):
+            return
+        attention = [each for layer in layers for each in layer._attention]
+        parts = [each for layer in layers for each in layer._parts]
+        theirs = [each for layer in layers for each in layer._theirs]
+        if (fused := attention[0].layer.backend.fuse_decoder(parts)) is not None:
+            first = body.layers[0]
+            first.forward = cls(attention, parts, fused, theirs)
+            body.layers = nn.ModuleList([first])
+
+    @property
+    def _sizes(self) -> tuple[float, ...]:
+        """What layers in one call have in common."""
+        parts, params = self._parts[0], self._attention[0].layer.attention.params
+        linears = parts.qkv, parts.output, parts.gate_up, parts.down
+        outs = [0 if each.packed is None else each.packed.out_features for each in linears]
+        return (params.num_heads, params.num_kv_heads, params.head_dim, parts.input_norm.eps, *outs)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **others: Any) -> Any:
         embeddings = others.get("position_embeddings")
-        rotation = None if args else self._attention.begin(hidden_states, embeddings, others)
-        if rotation is None:
-            return self._theirs(hidden_states, *args, **others)
+        step = None if args else self._attention[0].step(hidden_states, embeddings, others)
+        if step is None:
+            for theirs in self._theirs:
+                hidden_states = theirs(hidden_states, *args, **others)
+            return hidden_states
+        rotation = step.begin_layers(self._modules, embeddings, self._attention[0].head_dim)
+        for attention in self._rotating:
+            attention.rotate_by(rotation)
         x = hidden_states[0].clone(memory_format=torch.contiguous_format)
-        self._attention.attention.rotate_by(rotation)
         return self._fused(x, rotation.meta).view(hidden_states.shape)
 
 
