@@ -71,6 +71,14 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     assert outcome(model_type, tmp_path, model_impl="transformers")[:2] == ("served", "")
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "apertus"])
+def test_layers_in_our_kernels_give_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Heads of a size that the CPU kernels compute on every machine; Qwen3's have windows in some layers."""
+    found = outcome(model_type, tmp_path, {"head_dim": 32}, model_impl="transformers")
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
+
+
 def test_an_architecture_of_ours_runs_on_either_code(tmp_path: Path) -> None:
     write_checkpoint("qwen3", tmp_path)
     assert not isinstance(load_model_config(tmp_path), TransformersConfig)

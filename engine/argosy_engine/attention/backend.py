@@ -108,9 +108,14 @@ class DecoderLinear(Protocol):
 class DecoderAttention(Protocol):
     """A layer's attention (`layer.Attention`), as far as `fuse_decoder` looks at it."""
 
-    impl: AttentionImpl
-    kv_cache: torch.Tensor
-    group: int
+    @property
+    def impl(self) -> AttentionImpl: ...
+
+    @property
+    def kv_cache(self) -> torch.Tensor: ...
+
+    @property
+    def group(self) -> int: ...
 
 
 class DecoderParts(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from argosy_engine.attention.backend import AttentionWeights, DecoderParts
 from argosy_engine.attention.latent import LatentWeights
 from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native_decoder import NativeDecoder
+from argosy_engine.attention.native_decoder import NativeDecoder, Scratch
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
 from argosy_engine.attention.torch_rms_norm import rms_norm
@@ -35,6 +35,7 @@ class CpuBackend:
         assert found is not None, "select_backend found the kernels available"
         self.kv_cache_dtype = self._dtype = dtype
         self._kernels = found
+        self._scratch = Scratch(dtype)
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> CpuAttention:
         return CpuAttention(self._kernels, self._dtype, params, weights)
@@ -46,7 +47,9 @@ class CpuBackend:
         attention = [impl for layer in layers if isinstance(impl := layer.attention.impl, CpuAttention)]
         if len(attention) < len(layers) or not all(each.norms_in_kernel for each in attention):
             return None
-        return NativeDecoder(self._kernels, attention, layers) if all(map(_has_kernels, layers)) else None
+        if not all(map(_has_kernels, layers)):
+            return None
+        return NativeDecoder(self._kernels, attention, layers, self._scratch)
 
 
 def _has_kernels(layer: DecoderParts) -> bool:
@@ -110,6 +113,15 @@ class CpuAttention:
         layer, step = self.layer, native_step(meta)
         self._kernels.rotate_and_write(layer, step, qkv)
         return self._kernels.attention(layer, step, qkv)
+
+    def rotate_by(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Point `layer` to these tables, float32 [positions, rotary_dim / 2], contiguous, which the caller keeps."""
+        layer = self.layer
+        layer.cosines, layer.sines, layer.rotary_dim = (
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            2 * cosines.shape[1],
+        )
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Point `layer` to this cache."""

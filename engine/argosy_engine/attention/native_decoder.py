@@ -26,16 +26,34 @@ class KernelAttention(Protocol):
     def bind(self, kv_cache: torch.Tensor) -> None: ...
 
 
+class Scratch:
+    """Memory that kernel calls use one after another; it grows to what the largest of them needs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def of(self, wanted: int) -> torch.Tensor:
+        """Return at least so many elements."""
+        if len(self._memory) < wanted:
+            self._memory = allocate((wanted,), self._memory.dtype)
+        return self._memory
+
+
 class NativeDecoder:
     """All layers of a decoder as one kernel call.
 
     Args:
         attention: of each layer.
-        layers: every part has a kernel, and all layers are of the same widths.
+        layers: every part has a kernel, and all layers are of the same widths and `eps`.
+        scratch: of the layers' dtype.
     """
 
     def __init__(
-        self, loaded: Kernels, attention: Sequence[KernelAttention], layers: Sequence[DecoderParts]
+        self,
+        loaded: Kernels,
+        attention: Sequence[KernelAttention],
+        layers: Sequence[DecoderParts],
+        scratch: Scratch,
     ) -> None:
         self._kernels = loaded
         self._attention = attention
@@ -45,16 +63,14 @@ class NativeDecoder:
             *(_struct(each.layer, layer) for each, layer in zip(attention, layers, strict=True))
         )
         self._steps = (POINTER(StepStruct) * len(layers))()
-        self._scratch = torch.empty(0, dtype=layers[0].input_norm.weight.dtype)
+        self._scratch = scratch
 
     def __call__(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         for index, (attention, layer) in enumerate(zip(self._attention, self._layers, strict=True)):
             attention.bind(layer.attention.kv_cache)
             self._steps[index] = pointer(native_step(meta.of_group(layer.attention.group)))
-        wanted = self._kernels.decoder_scratch(self._structs[0], *x.shape)
-        if len(self._scratch) < wanted:
-            self._scratch = allocate((wanted,), x.dtype)
-        self._kernels.decoder(self._structs, self._steps, x, self._scratch, self._eps)
+        scratch = self._scratch.of(self._kernels.decoder_scratch(self._structs[0], *x.shape))
+        self._kernels.decoder(self._structs, self._steps, x, scratch, self._eps)
         return x
 
 

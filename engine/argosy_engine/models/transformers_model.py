@@ -15,20 +15,20 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from argosy_engine.attention.backend import AttentionBackend, AttentionWeights
 from argosy_engine.attention.layer import Attention, StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_compiler import CompilableLayer
 from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.transformers_attention import (
     STEP,
-    AttentionCall,
+    AttendingLayer,
+    Step,
     attending,
     running,
     set_attention,
@@ -46,13 +46,13 @@ from argosy_engine.models.transformers_states import (
 def _running_states() -> StepStates | None:
     """Return the states of the step that runs in this thread, if one does."""
     step = running()
-    return step.states if isinstance(step, _Step) else None
+    return step.states if isinstance(step, Step) else None
 
 
 class _OwnPositions(TorchFunctionMode):
     """Gives a model that numbers the tokens of a step itself (Llama 4 without RoPE) their positions instead."""
 
-    def __init__(self, positions: torch.Tensor, step: _Step) -> None:
+    def __init__(self, positions: torch.Tensor, step: Step) -> None:
         super().__init__()
         self._positions = positions
         self._step = step
@@ -61,50 +61,6 @@ class _OwnPositions(TorchFunctionMode):
         if func is torch.arange and args == (len(self._positions),) and not self._step.is_attending:
             return self._positions.clone()
         return func(*args, **(kwargs or {}))
-
-
-class _Step:
-    """Computes attention of one forward pass over the KV cache, layer by layer."""
-
-    def __init__(self, layers: Sequence[_AttendingLayer], meta: AttentionMetadata) -> None:
-        self._layers = iter(layers)
-        self._meta = meta
-        self.states: StepStates | None = None
-        """Of the requests, if the model keeps any."""
-        self.is_attending = False
-        """Whether our own code runs, rather than the model's."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer = next(self._layers, None)
-        assert layer is not None, "a model attends as often as when it was followed"
-        assert layer.module is call.module, "a model attends in the order in which it was followed"
-        self.is_attending = True
-        attended = layer(call.heads, self._meta)
-        self.is_attending = False
-        return attended
-
-
-class _AttendingLayer:
-    """One call of the attention function in every forward pass, with a layer of the KV cache."""
-
-    def __init__(self, module: nn.Module, attention: Attention, value_dim: int) -> None:
-        self.module = module
-        self.attention = attention
-        self._head_dim = attention.params.head_dim
-        self._value_dim = value_dim
-
-    def __call__(
-        self, heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], meta: AttentionMetadata
-    ) -> torch.Tensor:
-        """Attend from q [1, num_heads, T, head_dim]; the result is [1, T, num_heads, value_dim]."""
-        parts = [part.squeeze(0).transpose(0, 1) for part in heads]
-        head_dim, num_tokens = self._head_dim, parts[0].shape[0]
-        if not all(part.shape[-1] == head_dim for part in parts):
-            parts = [F.pad(part, (0, head_dim - part.shape[-1])) for part in parts]
-        attended = self.attention(torch.cat(parts, dim=1).view(num_tokens, -1), meta)
-        assert isinstance(attended, torch.Tensor)
-        attended = attended.view(1, num_tokens, -1, head_dim)
-        return attended if self._value_dim == head_dim else attended[..., : self._value_dim]
 
 
 class TransformersModel:
@@ -150,9 +106,7 @@ class TransformersModel:
             weights = AttentionWeights()
             if sinks is not None:
                 weights = weights._replace(sinks=parameters[sinks].detach().float())
-            self._attending.append(
-                _AttendingLayer(modules[name], Attention(params, backend, weights), value_dim)
-            )
+            self._attending.append(AttendingLayer(modules[name], params, backend, weights, value_dim))
         self.state_layers = [StateLayer(params, model.dtype) for params in config.state_layers]
         self._state_calls = [
             StateCall(modules[name], layer, kept, _running_states)
@@ -170,9 +124,7 @@ class TransformersModel:
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size], after the final norm."""
-        step = _Step(self._attending, inputs.meta)
-        if self.state_layers:
-            step.states = StepStates(inputs.meta)
+        step = Step(self._attending, inputs.meta, StepStates(inputs.meta) if self.state_layers else None)
         own = _OwnPositions(inputs.positions, step) if self._numbers_tokens else contextlib.nullcontext()
         with attending(step), own:
             output = self._body(
@@ -226,10 +178,10 @@ class TransformersModel:
         return any(call.continues_singly for call in self._state_calls)
 
     def use_kernels(self) -> None:
-        """Let our kernels compute the linear layers that have been called, on a CPU."""
+        """Let our kernels compute what they can of the modules that have been called, on a CPU."""
         if self.model.device.type == "cpu":
             use_state_kernels(self.model, _running_states)
-        self._linears.use_kernels()
+        self._linears.use_kernels(self._attending)
 
     def _forward_body(self, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
