@@ -23,10 +23,9 @@ from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors
 
 HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
 SCORE = "score.weight"
 """Tensor of a decoder's head for sequence classification, by the name that all families have for it."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
 """How the families' names of the embedding end."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
 _CHUNK_BYTES = 4 << 20
