@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.params import LayerParams
-from argosy_engine.messages.kv_cache_interface import (
-    KVCacheGroup,
-    attention_groups,
-    group_layers,
-    groups_of_layers,
-)
+from argosy_engine.messages.kv_cache_interface import KVCacheGroup, attention_groups, group_layers
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.allocation import allocate
 
@@ -28,23 +22,6 @@ def state_layers(model: CausalLM) -> Sequence[StateLayer]:
     """Return the layers that keep a state per request; most models have none."""
     layers: Sequence[StateLayer] = getattr(model, "state_layers", ())
     return layers
-
-
-def stage_groups(
-    model: CausalLM, block_size: int, layers: Sequence[LayerParams], own: range
-) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of all layers of a pipeline, with those of one stage (`groups_of_layers`).
-
-    Args:
-        model: this stage's.
-        layers: of all stages, on one tensor-parallel rank.
-        own: indices of this stage's layers.
-    """
-    if state_layers(model) or not layers:  # one stage
-        return layer_groups(model, block_size)
-    itemsize = model.attention_layers[0].kv_cache_dtype.itemsize
-    groups = group_layers([layer.kv_cache_spec(block_size, itemsize) for layer in layers])
-    return groups_of_layers(groups, own)
 
 
 def bind_kv_cache(
@@ -64,7 +41,7 @@ def bind_kv_cache(
         shapes = [((num_states, *shape), dtype) for shape, dtype in state.tensors]
         state.bind([_zeros(*each, device) for each in shapes], block_size, len(groups) - 1)
     attention = attention_groups(groups)
-    if not attention:
+    if not any(group.layers for group in attention):
         return
     (page_bytes,) = {group.spec.page_bytes for group in attention}
     shape = max(len(group.layers) for group in attention), num_blocks * page_bytes

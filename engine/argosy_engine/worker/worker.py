@@ -49,12 +49,13 @@ from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
     plan_memory,
+    planned_groups,
     request_blocks,
     wanted_model_len,
 )
 from argosy_engine.worker.compilation import LayerCompilation, start_compilation
 from argosy_engine.worker.cuda_graphs import graph_sizes
-from argosy_engine.worker.kv_cache import stage_groups
+from argosy_engine.worker.kv_cache import layer_groups
 from argosy_engine.worker.memory_profiling import measure_activations
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.pending_step import PendingStep
@@ -196,6 +197,7 @@ class Worker:
                         config,
                         dtype,
                         device,
+                        args.tensor_parallel_size,
                         has_fp8_products=has_fp8_products(config, args.quantization, dtype, device),
                     ),
                 )
@@ -392,8 +394,16 @@ class Worker:
 
     def _groups(self, model: CausalLM) -> tuple[KVCacheGroup, ...]:
         """Return the KV cache groups, which are the same on every worker but for the layers in them."""
-        layers = [layer.of_rank(self._parallel.tensor.size) for layer in self._config.attention_layers]
-        return stage_groups(model, self.args.block_size, layers, self._stage.layers(len(layers)))
+        if self._stage.size == 1:
+            return layer_groups(model, self.args.block_size)
+        return planned_groups(
+            self._config,
+            1 if self.args.has_fp8_kv_cache else self._dtype.itemsize,
+            self.args.block_size,
+            self._parallel.tensor.size,
+            self._stage,
+            state_itemsize=self._dtype.itemsize,
+        )
 
     def _current_fingerprint(self) -> str:
         """Compute the fingerprint of the checkpoint on disk and the settings that determine outputs."""
