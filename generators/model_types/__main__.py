@@ -31,7 +31,7 @@ _HEAD = """\
 
 What an engine makes of each `model_type` in config.json. Tests hold a small random checkpoint of each against
 transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted; or, of an encoder, against its
-vectors. *argosy* is the engine's own code, with FP8, tensor, expert and (without states) pipeline parallelism, pooling
+vectors. *argosy* is the engine's own code, with FP8, tensor, expert and pipeline parallelism, pooling
 and every attention backend that can compute the layers; *transformers* is [transformers' modelling
 code](../serving.md#other-architectures) over the same KV cache, with tensor parallelism by its plans where it has one,
 and [pooling](../pooling.md) but of models for images. Attention is over all tokens, a window or chunks, or over their

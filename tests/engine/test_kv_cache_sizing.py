@@ -23,6 +23,7 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     block_bytes,
     group_layers,
+    groups_of_layers,
 )
 from argosy_engine.attention.metadata import ModelInputs
 from argosy_engine.checkpoint.model_path import resolve_model
@@ -31,10 +32,19 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config, parse_config
+from argosy_engine.models.loader import plan_weights
+from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
-from argosy_engine.sizing.kv_cache_sizing import estimate_activations, plan_memory, planned_groups
-from transformers_checkpoints import small_config
+from argosy_engine.sizing.kv_cache_sizing import (
+    estimate_activations,
+    plan_memory,
+    planned_groups,
+    rank_elements,
+    scarcest,
+)
+from transformers_checkpoints import small_config, write_checkpoint
 
 TINY = resolve_model("builtin://tiny")
 GIB = 1 << 30
@@ -133,6 +143,52 @@ def test_one_request_at_a_time_has_its_state(caching: bool) -> None:
     )
     assert budget.num_states >= (3 if caching else 2)
     assert budget.most_running >= 1
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_stage_limits_what_its_layers_keep(caching: bool) -> None:
+    """Stages without attention, or without states, leave the number to the others."""
+    groups = group_layers([*[FullAttentionSpec(1 << 12)] * 3, *[RecurrentStateSpec(1 << 16)] * 3])
+    args = EngineArgs.of(
+        model="builtin://tiny", max_num_seqs=64, max_model_len=1024, enable_prefix_caching=caching
+    )
+    memory = DeviceMemory("cpu", "test", 16 << 20, 16 << 20)
+
+    def plan_of(*own: int) -> MemoryBudget:
+        return plan_memory(
+            args,
+            load_model_config(TINY),
+            memory,
+            groups=groups_of_layers(groups, own),
+            weights_bytes=0,
+            activation_bytes=0,
+        )
+
+    both, attention, states = plan_of(0, 3), plan_of(1, 2), plan_of(4, 5)
+    assert [each.block_bytes for each in (both, attention, states)] == [1 << 12, 2 << 12, 0]
+    assert [each.state_bytes for each in (both, attention, states)] == [1 << 16, 0, 2 << 16]
+    assert states.num_blocks == 64 * 64 + 1 > max(both.num_blocks, attention.num_blocks)
+    assert attention.num_states >= 64 + 1 > states.num_states
+    for each in (both, attention, states):
+        assert each.kv_cache_bytes <= 16 << 20
+    agreed = scarcest([both, attention, states])
+    assert agreed.num_blocks == min(both.num_blocks, attention.num_blocks)
+    assert agreed.num_states == min(both.num_states, states.num_states)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_that_share_groups_hold_them_whole(groups: int, tmp_path: Path) -> None:
+    write_checkpoint("bamba", tmp_path, mamba_n_groups=groups)
+    config = load_model_config(tmp_path)
+    planned, held = (
+        plan_weights(config, torch.float32, Sharding(0, 4)).elements,
+        rank_elements(config, checkpoint_elements(tmp_path), 4),
+    )
+    own = sum(count for name, count in planned.items() if name.endswith("mamba.in_proj.weight"))
+    told = sum(count for name, count in held.items() if name.endswith("mamba.in_proj.weight"))
+    replicated = held["replicated"] - len(config.attention_layers) * config.replicated_elements(4)
+    assert own == told + replicated
+    assert replicated > 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

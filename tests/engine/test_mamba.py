@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.layers.mamba import CpuMamba, TorchMamba
+from argosy_engine.layers.mamba import CpuMamba, GroupMeans, MambaKernel, MambaWeights, TorchMamba
 from argosy_engine.native.library import kernels
 from delta_net_cases import STEPS, Spans
-from mamba_cases import SIZES, Run, check_steps, outputs_of, reference, weights_of
+from mamba_cases import SIZES, Run, check_ranks, check_steps, outputs_of, reference, weights_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +46,32 @@ def test_the_cpu_kernels(sizes: str, dtype: torch.dtype, steps: str) -> None:
 def test_torch(sizes: str, dtype: torch.dtype, steps: str) -> None:
     params = SIZES[sizes]
     check_steps(TorchMamba(params, weights_of(params)), params, dtype, STEPS[steps])
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "norm"), [(1, 2, "after_gate"), (1, 4, "before_gate"), (2, 4, "after_gate")]
+)
+@pytest.mark.parametrize(
+    ("is_native", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)]
+)
+def test_ranks_that_share_groups(
+    is_native: bool,
+    dtype: torch.dtype,
+    groups: int,
+    num_ranks: int,
+    norm: Literal["after_gate", "before_gate"],
+) -> None:
+    loaded = kernels()
+    if is_native and loaded is None:
+        pytest.skip("no CPU kernels on this machine")
+
+    def make(params: MambaParams, weights: MambaWeights, means: GroupMeans) -> MambaKernel:
+        if is_native and loaded is not None:
+            return CpuMamba(params, weights, loaded, means)
+        return TorchMamba(params, weights, means)
+
+    params = replace(SIZES["aligned"], num_groups=groups, norm=norm)
+    check_ranks(make, params, dtype, STEPS["several requests"], num_ranks)
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from fp8_checkpoints import quantize_checkpoint
 from rank_logits import TOKENS, logits_of
 from state_shapes import FALCON_FACTORS, MAMBA_SHAPES, NEMOTRON_SHAPES
 from thread_ranks import run_threads
+from thread_workers import thread_workers
 from transformers_checkpoints import architecture_of, small_config, write_checkpoint
 from transformers_sweep import served
 
@@ -67,17 +68,54 @@ def test_steps_in_flight_change_nothing(async_scheduling: bool, model_type: str,
         ("nemotron_h", True, {"moe_latent_size": 40}),
     ],
 )
-def test_two_ranks_have_the_logits_of_transformers(
-    model_type: str, has_whole_experts: bool, fields: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("num_ranks", "groups"), [(2, 2), (2, 1), (4, 1), (4, 2)])
+def test_ranks_have_the_logits_of_transformers(
+    model_type: str,
+    has_whole_experts: bool,
+    fields: dict[str, Any],
+    num_ranks: int,
+    groups: int,
+    tmp_path: Path,
 ) -> None:
-    reference = write_checkpoint(model_type, tmp_path, mamba_n_groups=2, **fields)
+    """Where ranks share groups as well."""
+    reference = write_checkpoint(model_type, tmp_path, mamba_n_groups=groups, **fields)
+    check_ranks(reference, tmp_path, num_ranks, has_whole_experts=has_whole_experts)
+
+
+@pytest.mark.parametrize("norm", [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}])
+@pytest.mark.parametrize("size", [{}, {"mamba_d_ssm": 128}])
+def test_ranks_of_falcon_h1_share_a_group_with_any_norm(
+    size: dict[str, Any], norm: dict[str, Any], tmp_path: Path
+) -> None:
+    """Heads are of sizes that plain torch and the CPU kernels compute."""
+    reference = write_checkpoint("falcon_h1", tmp_path, mamba_n_groups=1, **size, **norm)
+    check_ranks(reference, tmp_path, 2)
+
+
+def check_ranks(
+    reference: torch.nn.Module, path: Path, num_ranks: int, *, has_whole_experts: bool = False
+) -> None:
+    """Compare the logits of a checkpoint on tensor-parallel ranks with those of transformers' model."""
     ranks = run_threads(
-        2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2, has_whole_experts))
+        num_ranks, lambda group: logits_of(path, group, Sharding(group.rank, num_ranks, has_whole_experts))
     )
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
-    assert torch.equal(*ranks)
+    for other in ranks[1:]:
+        assert torch.equal(ranks[0], other)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_ranks_that_share_a_group_serve_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """In chunks over a prefix cache and preempted, too: each rank has its part of the states."""
+    fields = {"mamba_rms_norm": True} if model_type == "falcon_h1" else {}
+    reference = write_checkpoint(model_type, tmp_path, mamba_n_groups=1, **fields)
+    with thread_workers():
+        found = served(reference, tmp_path, model_impl="argosy", tensor_parallel_size=2)
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
 
 
 @pytest.mark.parametrize(
@@ -266,18 +304,34 @@ def test_transformers_code_runs_what_ours_does_not(tmp_path: Path) -> None:
     assert isinstance(load_model_config(tmp_path), TransformersConfig)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_how_they_cannot_be_divided(model_type: str) -> None:
-    with pytest.raises(ConfigError, match="number of Mamba groups 1 is not a multiple of it"):
-        check_tensor_parallel(config_of(model_type), 2, False)
-    with pytest.raises(ConfigError, match="keep a state per request, which stages do not support"):
-        check_pipeline_parallel(config_of(model_type), 2)
-    check_tensor_parallel(config_of(model_type, mamba_n_groups=2), 2, False)
+def test_how_they_cannot_be_divided() -> None:
+    heads = dict.fromkeys(("mamba_n_heads", "num_attention_heads", "num_key_value_heads"), 12)
+    refused = "number of Mamba groups 3 is neither a multiple of it nor divides it; use 1, 3, 6 or 12"
+    with pytest.raises(ConfigError, match=refused):
+        check_tensor_parallel(
+            config_of("granitemoehybrid", hidden_size=96, mamba_n_groups=3, **heads), 2, False
+        )
+    with pytest.raises(ConfigError, match="number of Mamba heads 2 is not a multiple of it; use 1 or 2"):
+        check_tensor_parallel(config_of("granitemoehybrid", mamba_n_heads=2, mamba_d_head=64), 4, False)
+    with pytest.raises(ConfigError, match="exceeds the model's 4 layers"):
+        check_pipeline_parallel(config_of("bamba"), 5)
 
 
-def test_states_are_those_of_a_rank() -> None:
-    (state, *_) = config_of("bamba", mamba_n_groups=2).state_layers
-    conv, recurrent = state.of_rank(2).tensors
-    assert conv.shape == (3, 64 + 2 * 16)
-    assert recurrent.shape == (4, 16, 16)
-    assert state.kv_cache_spec(2).page_bytes == 3 * 192 * 2 + 8 * 16 * 16 * 4
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "channels", "heads"),
+    [
+        (2, 2, 64 + 2 * 16, 4),
+        (1, 2, 64 + 2 * 16, 4),
+        (1, 4, 32 + 2 * 16, 2),
+        (2, 4, 32 + 2 * 16, 2),
+        (4, 2, 64 + 4 * 16, 4),
+    ],
+)
+def test_states_are_those_of_a_rank(groups: int, num_ranks: int, channels: int, heads: int) -> None:
+    config = config_of("bamba", mamba_n_groups=groups)
+    (state, *_) = config.state_layers
+    conv, recurrent = state.of_rank(num_ranks).tensors
+    assert conv.shape == (3, channels)
+    assert recurrent.shape == (heads, 16, 16)
+    assert state.of_rank(num_ranks) == config.mamba.of_rank(num_ranks).state.of_rank(1)
+    assert state.kv_cache_spec(2).page_bytes == 3 * (128 + groups * 32) * 2 + 8 * 16 * 16 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead
@@ -24,8 +26,12 @@ from engine_processes import worker_path
 from preemptions import PreemptionCounter
 from processes import is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
+from state_shapes import FALCON_FACTORS
 from thread_workers import ThreadExecutor, thread_workers
+from transformers_checkpoints import write_checkpoint
+from transformers_sweep import served
 
+ROOT = Path(__file__).parents[2]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -194,6 +200,37 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
     assert [len(tokens) for tokens in found[0].values()] == [16, 16]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "stages", "fields"),
+    [
+        ("qwen3_next", 2, {}),
+        ("qwen3_5_text", 3, {"layer_types": ["full_attention", *["linear_attention"] * 3]}),
+        ("bamba", 3, {}),
+        ("granitemoehybrid", 2, {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2}),
+        ("falcon_h1", 2, {"mamba_rms_norm": True, **FALCON_FACTORS}),
+        ("lfm2", 3, {}),
+    ],
+)
+def test_each_stage_keeps_the_states_of_its_layers(
+    model_type: str, stages: int, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts whole, in chunks, over a prefix cache, and preempted. Some stages have attention or states alone."""
+    reference = write_checkpoint(model_type, tmp_path, **fields)
+    with thread_workers():
+        found = served(reference, tmp_path, model_impl="argosy", pipeline_parallel_size=stages)
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
+    assert found.preemptions
+
+
+def test_stages_of_ranks_that_share_a_group(tmp_path: Path) -> None:
+    reference = write_checkpoint("bamba", tmp_path, mamba_n_groups=1)
+    flags = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    with thread_workers():
+        found = served(reference, tmp_path, model_impl="argosy", **flags)
+    assert found[:2] == ("served", "")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_end_of_any_stage_ends_the_engine(rank: int) -> None:
     with worker_path(is_bare=True), engine(multiprocess=True, **PIPELINE) as made:
@@ -221,6 +258,35 @@ def test_doctor_and_engine_agree_on_what_a_block_takes(
     assert budgets[1]["block_bytes"] == client.core.config.memory.block_bytes
     assert budgets[0]["block_bytes"] > budgets[1]["block_bytes"]
     assert budgets[0]["weights_bytes"] > budgets[1]["weights_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flags"),
+    [
+        ("al" * 2, {"pipeline_parallel_size": 2}),
+        ("llal", {"pipeline_parallel_size": 3}),
+        ("llaa", {"pipeline_parallel_size": 2, "enable_prefix_caching": False}),
+        ("lala", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_doctor_plans_states_as_workers_do(kinds: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    layer_types = [{"a": "full_attention", "l": "linear_attention"}[each] for each in kinds]
+    write_checkpoint("granitemoehybrid", tmp_path, mamba_n_groups=1, layer_types=layer_types)
+    shutil.copy(ROOT / "models" / "argosy-tiny" / "tokenizer.json", tmp_path)
+    args = EngineArgs.of(
+        model=str(tmp_path), device="cpu", dtype="float32", threads=1, max_model_len=128, max_num_seqs=4,
+        kv_cache_memory_bytes=250_000, **flags,
+    )  # fmt: skip
+    told = diagnose(args)
+    assert told.fits
+    assert told.budget is not None
+    executor = ThreadExecutor(args)
+    try:
+        memory = executor.start().memory
+    finally:
+        executor.shutdown()
+    for name in ("num_blocks", "num_states", "max_model_len", "request_blocks"):
+        assert getattr(told.budget, name) == getattr(memory, name)
 
 
 @pytest.mark.parametrize(

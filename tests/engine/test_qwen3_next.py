@@ -182,8 +182,8 @@ def test_what_our_code_does_not_compute_is_refused(fields: dict[str, Any], messa
             "linear_num_key_heads 2 is not a multiple of it",
         ),
         (
-            lambda config: check_pipeline_parallel(config, 2),
-            "keep a state per request, which stages do not support",
+            lambda config: check_pipeline_parallel(config, 5),
+            "exceeds the model's 4 layers",
         ),
     ],
 )

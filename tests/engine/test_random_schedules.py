@@ -23,6 +23,7 @@ from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreReq
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from greedy_reference import TIE
+from thread_workers import thread_workers
 from transformers_checkpoints import VOCAB_SIZE, write_checkpoint
 from transformers_sweep import EXACT
 
@@ -201,6 +202,12 @@ def check_schedules(shape: str, seeds: range, path: Path, **flags: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_those_of_transformers(shape: str, async_scheduling: bool, tmp_path: Path) -> None:
     check_schedules(shape, range(1), tmp_path, async_scheduling=async_scheduling)
+
+
+@pytest.mark.parametrize(("shape", "stages"), [("states", 2), ("states and experts", 3), ("latents", 2)])
+def test_stages_with_steps_in_flight_give_them_too(shape: str, stages: int, tmp_path: Path) -> None:
+    with thread_workers():
+        check_schedules(shape, range(1), tmp_path, pipeline_parallel_size=stages)
 
 
 @pytest.mark.full

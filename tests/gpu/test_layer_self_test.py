@@ -45,6 +45,12 @@ def test_our_kernels_pass_for_other_states(model_type, fields, tmp_path):
     assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU) is None
 
 
+@pytest.mark.parametrize(("groups", "num_ranks"), [(1, 2), (2, 4)])
+def test_our_kernels_pass_for_ranks_that_share_groups(groups, num_ranks, tmp_path):
+    write_checkpoint("bamba", tmp_path, mamba_n_groups=groups)
+    assert layer_self_test(load_model_config(tmp_path), torch.bfloat16, CPU, num_ranks) is None
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_our_kernels_pass_in_fp8(name, tmp_path):
     config = config_of(name, tmp_path)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.layers.mamba import TritonMamba
@@ -12,7 +13,7 @@ from argosy_engine.models.loader import load_model
 from argosy_engine.triton_kernels.launch import recorded_launches
 from attention_cases import attention_metadata, bind_sequence, sequence_inputs
 from delta_net_cases import BLOCK_SIZE
-from mamba_cases import SIZES, check_steps, inputs_of, weights_of
+from mamba_cases import SIZES, check_ranks, check_steps, inputs_of, weights_of
 from transformers_checkpoints import write_checkpoint
 
 STEPS = {
@@ -20,6 +21,10 @@ STEPS = {
     "one token, a chunk, a decode": [[(0, 1)], [(1, 2)], [(2, 36)], [(36, 37)]],
     "several requests": [[(0, 1), (0, 2), (0, 34)], [(1, 2), (2, 3), (34, 35)], [(2, 3), (3, 12)]],
 }
+
+
+def as_it_is(squares):
+    return squares
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -43,10 +48,19 @@ def test_heads_of_published_size():
     check_steps(TritonMamba(params, weights_of(params)), params, torch.float32, [[(0, 3)], [(3, 4)]])
 
 
-def test_padding_changes_nothing():
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "norm"), [(1, 2, "after_gate"), (1, 4, "before_gate"), (2, 4, "after_gate")]
+)
+def test_ranks_that_share_groups(groups, num_ranks, norm):
+    params = replace(SIZES["aligned"], num_groups=groups, norm=norm)
+    check_ranks(TritonMamba, params, torch.float32, STEPS["several requests"], num_ranks)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_padding_changes_nothing(shares):
     """As CUDA graphs have it: requests without tokens, and tokens that belong to none."""
-    params = SIZES["odd"]
-    run = TritonMamba(params, weights_of(params))
+    params = replace(SIZES["odd"], num_groups=1) if shares else SIZES["odd"]
+    run = TritonMamba(params, weights_of(params), as_it_is if shares else None)
     outputs, states = [], []
     for num_rows in (2, 4):
         state = StateLayer(params.state, torch.float32)
@@ -67,9 +81,11 @@ def test_padding_changes_nothing():
         assert few[3].isnan().all(), "no other block is written"
 
 
-def test_decodes_take_three_launches():
-    params = SIZES["aligned"]
-    run = TritonMamba(params, weights_of(params))
+@pytest.mark.parametrize("shares", [False, True])
+def test_decodes_take_three_launches_and_one_more_where_ranks_share_a_group(shares):
+    params = replace(SIZES["aligned"], num_groups=1) if shares else SIZES["aligned"]
+    run = TritonMamba(params, weights_of(params), as_it_is if shares else None)
+    more = ["norm_squares"] if shares else []
     state = StateLayer(params.state, torch.float32)
     state.bind([torch.zeros(4, *shape, dtype=dtype) for shape, dtype in state.tensors], BLOCK_SIZE)
     names = []
@@ -78,13 +94,14 @@ def test_decodes_take_three_launches():
             meta = attention_metadata(spans, torch.tensor([[1], [2]]), BLOCK_SIZE)
             run(inputs_of(params, sum(end - start for start, end in spans), 1), state, meta)
         names.append([each.name for each in launches])
-    assert names[0] == ["mamba_inputs", "state_update", "gated_norm"]
+    assert names[0] == ["mamba_inputs", "state_update", *more, "gated_norm"]
     assert names[1] == [
         "mamba_inputs",
         "keep_inputs",
         "state_update",
         "chunk_scores",
         "scan_chunks",
+        *more,
         "gated_norm",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.layers.mamba import MambaWeights
+from argosy_engine.layers.mamba import GroupMeans, MambaKernel, MambaWeights
+from argosy_engine.model_configs.sharding import Sharding
 from attention_cases import attention_metadata
 from delta_net_cases import BLOCK_SIZE, NUM_STATES, Spans
+from thread_ranks import ThreadCommunicator, run_threads
 
 SIZES = {
     "aligned": MambaParams(num_heads=4, head_dim=48, num_groups=2, state_size=32, kernel_size=4),
@@ -80,14 +83,23 @@ def inputs_of(params: MambaParams, count: int, seed: int) -> torch.Tensor:
 
 
 def outputs_of(
-    run: Run, params: MambaParams, dtype: torch.dtype, steps: list[Spans]
+    run: Run,
+    params: MambaParams,
+    dtype: torch.dtype,
+    steps: list[Spans],
+    draw: Callable[[int], torch.Tensor] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run steps; return of each request what it was given, and the outputs of its tokens."""
+    """Run steps; return of each request what it was given, and the outputs of its tokens.
+
+    Args:
+        draw: returns the inputs of the request of a seed; None: random ones.
+    """
     state = StateLayer(params.state, dtype)
     shapes = [((NUM_STATES, *shape), each) for shape, each in state.tensors]
     state.bind([torch.full(shape, math.nan, dtype=each) for shape, each in shapes], BLOCK_SIZE)
     num_requests = max(map(len, steps))
-    given = [inputs_of(params, 300, seed).to(dtype) for seed in range(num_requests)]
+    draw = draw or partial(inputs_of, params, 300)
+    given = [draw(seed).to(dtype) for seed in range(num_requests)]
     found: list[list[torch.Tensor]] = [[] for _ in given]
     held, free = [0] * num_requests, iter(range(1, NUM_STATES))
     for spans in steps:
@@ -109,4 +121,41 @@ def check_steps(run: Run, params: MambaParams, dtype: torch.dtype, steps: list[S
     """Compare steps with the whole of each request in float64."""
     for zxbcdt, ours in outputs_of(run, params, dtype, steps):
         expected = reference(params, weights_of(params), zxbcdt[: len(ours)])
+        torch.testing.assert_close(ours.double(), expected, atol=ALLOWED[dtype], rtol=ALLOWED[dtype])
+
+
+def check_ranks(
+    make: Callable[[MambaParams, MambaWeights, GroupMeans], MambaKernel],
+    params: MambaParams,
+    dtype: torch.dtype,
+    steps: list[Spans],
+    num_ranks: int,
+) -> None:
+    """Compare steps of ranks that share groups with the whole of each request in float64."""
+    own, weights = params.of_rank(num_ranks), weights_of(params)
+
+    def of_rank(group: ThreadCommunicator) -> list[torch.Tensor]:
+        sharding = Sharding(group.rank, num_ranks)
+        values, states = (list(each) for each in sharding.mamba(params))
+        heads, first = list(sharding.part(params.num_heads)), params.num_values
+        size = params.num_groups * params.state_size
+        channels = values + [first + each for each in states] + [first + size + each for each in states]
+        last = params.num_inputs - params.num_heads
+        columns = values + [first + each for each in channels] + [last + each for each in heads]
+        part = MambaWeights(
+            weights.conv[:, channels].contiguous(),
+            weights.conv_bias[channels],
+            *(each[heads] for each in (weights.rates, weights.dt_bias, weights.skip)),
+            weights.norm[values],
+            weights.eps,
+        )
+        run = make(own, part, GroupMeans(group, params.num_groups))
+        outputs = outputs_of(
+            run, own, dtype, steps, lambda seed: inputs_of(params, 300, seed)[:, columns].contiguous()
+        )
+        return [each for _, each in outputs]
+
+    for seed, parts in enumerate(zip(*run_threads(num_ranks, of_rank), strict=True)):
+        ours = torch.cat(parts, dim=1)
+        expected = reference(params, weights, inputs_of(params, 300, seed)[: len(ours)].to(dtype))
         torch.testing.assert_close(ours.double(), expected, atol=ALLOWED[dtype], rtol=ALLOWED[dtype])

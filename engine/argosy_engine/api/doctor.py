@@ -13,7 +13,7 @@ model or device that cannot work.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,14 +37,14 @@ from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.memory_report import budget_table, size
 from argosy_engine.frontend.model_source import is_remote, model_headers
 from argosy_engine.model_configs.encoder_config import EncoderConfig
-from argosy_engine.model_configs.model_config import read_json
+from argosy_engine.model_configs.model_config import ModelConfig, read_json
 from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
     no_fp8_product,
 )
 from argosy_engine.model_configs.sharding import check_tensor_parallel
-from argosy_engine.model_configs.stage import check_pipeline_parallel, largest_stage
+from argosy_engine.model_configs.stage import Stage, all_stages, check_pipeline_parallel
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
@@ -60,6 +60,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     plan_memory,
     planned_groups,
     rank_elements,
+    scarcest,
     stage_elements,
     used_elements,
 )
@@ -192,10 +193,6 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         config = complete_config(config, ranks)
         if isinstance(config, TransformersConfig) and config.wrapper is not None:
             elements = without_parts(elements, config.unserved_parts)
-    elements = stage_elements(config, elements, stages)
-    expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
-    if max(ranks, expert_size) > 1:
-        elements = rank_elements(config, elements, ranks, expert_size)
     check_quantization(config.quantization, args.quantization)
     device = device or _find_device(args)
     dtype = choose_dtype(args.dtype, config.dtype, device.device)
@@ -220,23 +217,12 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         parsers=parsers,
         data_parallel_size=args.data_parallel_size,
     )
-    itemsize = _ITEMSIZE[dtype]
-    activations = estimate_activations(config, args, itemsize, backend.name)
     try:
-        budget = plan_memory(
-            args,
-            config,
-            device,
-            groups=planned_groups(
-                config,
-                1 if args.has_fp8_kv_cache else itemsize,
-                args.block_size,
-                ranks,
-                largest_stage(len(config.attention_layers), stages),
-                state_itemsize=itemsize,
-            ),
-            weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
-            activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
+        budget = scarcest(
+            [
+                _stage_budget(args, config, elements, device, dtype, backend.name, each)
+                for each in all_stages(stages)
+            ]
         )
     except DoesNotFit as error:
         diagnosis.problem = str(error)
@@ -245,6 +231,46 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     diagnosis.kv_cache_bytes, diagnosis.kv_cache_tokens = budget.kv_cache_bytes, budget.kv_cache_tokens
     diagnosis.max_concurrency = budget.max_concurrency
     return diagnosis
+
+
+def _stage_budget(
+    args: EngineArgs,
+    config: ModelConfig,
+    elements: Mapping[str, int],
+    device: DeviceMemory,
+    dtype: str,
+    backend: str,
+    stage: Stage,
+) -> MemoryBudget:
+    """Return the budget of a worker of a pipeline stage.
+
+    Args:
+        elements: of each tensor of the checkpoint.
+
+    Raises:
+        DoesNotFit: there is not enough memory.
+    """
+    ranks, itemsize = args.tensor_parallel_size, _ITEMSIZE[dtype]
+    elements = stage_elements(config, elements, stage)
+    expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
+    if max(ranks, expert_size) > 1:
+        elements = rank_elements(config, elements, ranks, expert_size)
+    activations = estimate_activations(config, args, itemsize, backend)
+    return plan_memory(
+        args,
+        config,
+        device,
+        groups=planned_groups(
+            config,
+            1 if args.has_fp8_kv_cache else itemsize,
+            args.block_size,
+            ranks,
+            stage,
+            state_itemsize=itemsize,
+        ),
+        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
+        activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
+    )
 
 
 def _parsers(args: EngineArgs, path: Path, source: TokenizerSource | None) -> str:

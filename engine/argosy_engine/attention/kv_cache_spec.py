@@ -133,18 +133,21 @@ def group_layers(specs: Iterable[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     return tuple(groups)
 
 
-def groups_of_layers(groups: Sequence[KVCacheGroup], own: range) -> tuple[KVCacheGroup, ...]:
-    """Return the groups with the layers of one pipeline stage, counted from its first.
+def groups_of_layers(groups: Sequence[KVCacheGroup], own: Sequence[int]) -> tuple[KVCacheGroup, ...]:
+    """Return the groups with the layers of one pipeline stage, which are numbered in their order.
 
-    A block table is the same on every stage, so all have the same groups, some perhaps without a layer. Models with
-    states are in one stage.
+    A block table is the same on every stage, so all have the same groups, some perhaps without a layer.
     """
+    places = {layer: place for place, layer in enumerate(own)}
     return tuple(
-        group
-        if group.spec.is_state
-        else KVCacheGroup(group.spec, tuple(layer - own.start for layer in group.layers if layer in own))
+        KVCacheGroup(group.spec, tuple(places[layer] for layer in group.layers if layer in places))
         for group in groups
     )
+
+
+def has_states(groups: Sequence[KVCacheGroup]) -> bool:
+    """Return whether any layer of the model keeps a state per request, on this pipeline stage or another."""
+    return any(group.spec.is_state for group in groups)
 
 
 def attention_groups(groups: Sequence[KVCacheGroup]) -> list[KVCacheGroup]:

@@ -145,14 +145,19 @@ class StateTensor(Struct, frozen=True):
     """`model`: the dtype that the model computes in."""
     divided_dim: int | None = None
     """Dimension that tensor-parallel ranks divide among them; None: the layer is not divided."""
+    divided_groups: tuple[int, int] = (0, 0)
+    """Number and size of groups that end this dimension. Each rank has one at least: several have the same if there are
+    more ranks than groups."""
 
     def of_rank(self, tensor_parallel_size: int) -> StateTensor:
         """Return one rank's part."""
         if self.divided_dim is None:
             return self
-        shape = list(self.shape)
-        shape[self.divided_dim] //= tensor_parallel_size
-        return msgspec.structs.replace(self, shape=tuple(shape))
+        shape, (groups, size) = list(self.shape), self.divided_groups
+        divided = shape[self.divided_dim] - groups * size
+        own = max(groups // tensor_parallel_size, min(groups, 1))
+        shape[self.divided_dim] = divided // tensor_parallel_size + own * size
+        return msgspec.structs.replace(self, shape=tuple(shape), divided_groups=(own, size))
 
     def num_bytes(self, itemsize: int) -> int:
         return prod(self.shape) * (4 if self.dtype == "float32" else itemsize)
@@ -229,6 +234,8 @@ class MambaParams(Struct, frozen=True, kw_only=True):
     """Tokens that the convolution sees, the newest included."""
     norm: Literal["after_gate", "before_gate"] | None = "after_gate"
     """RMSNorm of each group's outputs, after or before they are multiplied by silu(z); None: there is only the gate."""
+    group_ranks: int = 1
+    """Tensor-parallel ranks that share each group. Each has B and C of the group, and some of its heads."""
 
     @property
     def num_values(self) -> int:
@@ -250,17 +257,24 @@ class MambaParams(Struct, frozen=True, kw_only=True):
         """The last inputs of the convolution, [kernel_size - 1, num_channels], and the heads' states."""
         return StateParams(
             (
-                StateTensor((self.kernel_size - 1, self.num_channels), "model", divided_dim=1),
+                StateTensor(
+                    (self.kernel_size - 1, self.num_channels),
+                    "model",
+                    divided_dim=1,
+                    divided_groups=(self.num_groups, 2 * self.state_size),
+                ),
                 StateTensor((self.num_heads, self.state_size, self.head_dim), "float32", divided_dim=0),
             )
         )
 
     def of_rank(self, tensor_parallel_size: int) -> MambaParams:
-        """Return the constants of the groups that one of several tensor-parallel ranks computes."""
+        """Return the constants of the heads that one of several tensor-parallel ranks computes, and of their groups.
+        All ranks have as many; a group is on several ranks if there are fewer groups than ranks."""
         return msgspec.structs.replace(
             self,
             num_heads=self.num_heads // tensor_parallel_size,
-            num_groups=self.num_groups // tensor_parallel_size,
+            num_groups=max(self.num_groups // tensor_parallel_size, 1),
+            group_ranks=max(tensor_parallel_size // self.num_groups, 1),
         )
 
 

@@ -40,7 +40,7 @@ from argosy_engine.layers.linear import (
 )
 from argosy_engine.layers.linear_kernels import gated_linear_kernel, linear_kernel
 from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
-from argosy_engine.layers.mamba import Mamba, MambaWeights
+from argosy_engine.layers.mamba import GroupMeans, Mamba, MambaWeights
 from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
 from argosy_engine.layers.rope import inverse_frequencies
 from argosy_engine.layers.short_conv import ShortConv, ShortConvWeights
@@ -108,6 +108,10 @@ class LayerFactory:
             assert isinstance(layer, kind)
             own.append((index, layer))
         return own
+
+    def own_indices(self, num_layers: int) -> range:
+        """Return the indices of the layers of this pipeline stage, of all the model's."""
+        return self._stage.layers(num_layers)
 
     def before_layers(self, *, is_tied: bool) -> LayerFactory:
         """Return the factory of what comes before the layers: the embedding, which a tied output head uses as well."""
@@ -373,7 +377,7 @@ class LayerFactory:
         )
 
     def mamba(self, prefix: str, params: MambaParams, eps: float, *, has_conv_bias: bool) -> Mamba:
-        """Make what a Mamba-2 layer computes between its projections, of which a rank computes its groups.
+        """Make what a Mamba-2 layer computes between its projections, of which a rank computes its heads.
 
         Args:
             prefix: of the layer's tensors.
@@ -402,9 +406,11 @@ class LayerFactory:
             shard = Shard(0, (own_values,))
             norm = self.weights.take_scale(prefix + "norm.weight", params.num_values, shard, is_signed=True)
         weights = MambaWeights(conv, conv_bias, rates.exp(), dt_bias, skip, norm, eps)
-        return Mamba(
-            params.of_rank(self.sharding.size), weights, self.dtype, uses_triton=self._backend.uses_triton
-        )
+        own = params.of_rank(self.sharding.size)
+        means = None
+        if own.norm is not None and own.group_ranks > 1 and not conv.is_meta:
+            means = GroupMeans(self._communicator, params.num_groups)
+        return Mamba(own, weights, self.dtype, means, uses_triton=self._backend.uses_triton)
 
     def short_conv(self, name: str, params: ShortConvParams, *, has_bias: bool) -> ShortConv:
         """Make what a short convolution computes between its projections, of which a rank computes its channels.

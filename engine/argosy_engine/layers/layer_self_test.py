@@ -44,14 +44,20 @@ Outputs = Sequence[torch.Tensor]
 
 @torch.inference_mode()
 def layer_self_test(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_fp8_products: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int = 1,
+    *,
+    has_fp8_products: bool = False,
 ) -> str | None:
     """Run the kernels on the device; return why they must not be used, or None.
 
     Args:
+        tensor_parallel_size: ranks that may share a Mamba layer's groups.
         has_fp8_products: whether products of the model want their inputs in FP8.
     """
-    inputs = _Inputs(config, device, has_fp8_products)
+    inputs = _Inputs(config, device, has_fp8_products, tensor_parallel_size)
     try:
         from argosy_engine.layers.triton_layer_kernels import TritonLayerKernels
 
@@ -92,7 +98,9 @@ def _quantized_by_torch(x: torch.Tensor, quantization: RowQuantization) -> Quant
 class _Inputs:
     """Random tensors of the widths of a model's layers, the same for all kernels and dtypes."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, has_fp8_products: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, has_fp8_products: bool, tensor_parallel_size: int
+    ) -> None:
         self._device = device
         self._has_fp8_products = has_fp8_products
         self._generator = torch.Generator().manual_seed(0)
@@ -129,7 +137,7 @@ class _Inputs:
             self._delta_weights = DeltaNetWeights(conv, rates, dt_bias, norm, _EPS)
         self._mamba: MambaParams | None = getattr(config, "mamba", None)
         if self._mamba is not None:
-            self._mamba = of = _fewer_groups(self._mamba)
+            self._mamba = of = _fewer_groups(self._mamba.of_rank(tensor_parallel_size))
             self._mamba_inputs = self._draw(_DELTA_TOKENS, of.num_inputs)
             self._mamba_weights = MambaWeights(
                 self._draw(of.kernel_size, of.num_channels),
@@ -175,7 +183,8 @@ class _Inputs:
             yield "Gated DeltaNet", self._run_states(self._delta_net.state, run, inputs, dtype)
         if self._mamba is not None:
             mamba = TorchMamba if isinstance(kernels, TorchLayerKernels) else TritonMamba
-            of_mamba = mamba(self._mamba, self._mamba_weights)
+            has_means = self._mamba.norm is not None and self._mamba.group_ranks > 1
+            of_mamba = mamba(self._mamba, self._mamba_weights, _as_they_are if has_means else None)
             yield "Mamba", self._run_states(self._mamba.state, of_mamba, (self._mamba_inputs,), dtype)
         if self._short_conv is not None:
             conv = TorchShortConv if isinstance(kernels, TorchLayerKernels) else TritonShortConv
@@ -272,6 +281,11 @@ def _fewer_heads(params: DeltaNetParams) -> DeltaNetParams:
     """Return a Gated DeltaNet with as many value heads per key head, and two key heads at most."""
     shared, count = params.num_value_heads // params.num_key_heads, min(params.num_key_heads, 2)
     return replace(params, num_key_heads=count, num_value_heads=count * shared)
+
+
+def _as_they_are(squares: torch.Tensor) -> torch.Tensor:
+    """Stands for `GroupMeans` of ranks whose heads have nothing to add."""
+    return squares
 
 
 def _fewer_groups(params: MambaParams) -> MambaParams:

@@ -7,11 +7,12 @@ the heads' states, in blocks (`attention.layer.StateLayer`).
 
 Our CPU kernels compute a layer in one call, Triton's kernels in three launches, and three more where there are prompts.
 Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a few
-products.
+products. Where ranks share a group, all of them leave the norm until its squares are added up (`GroupMeans`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from argosy_engine.attention.layer import StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.native_step import native_step
 from argosy_engine.attention.params import MambaParams
+from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.layers.causal_conv import causal_conv, divided_step
 from argosy_engine.native.library import DTYPES, Kernels, MambaStruct, kernels
 
@@ -47,6 +49,37 @@ class MambaWeights(NamedTuple):
     """Of the norm."""
 
 
+class GroupMeans:
+    """Adds up what the ranks that share a group contribute to its mean square: one number per token and group is
+    exchanged, where vLLM's `Mixer2RMSNormGated` gathers the outputs of all heads if there are several groups.
+
+    Args:
+        communicator: of all tensor-parallel ranks.
+        num_groups: of the whole layer, which divides their number.
+    """
+
+    def __init__(self, communicator: Communicator, num_groups: int) -> None:
+        self._communicator, self._num_groups = communicator, num_groups
+        self._group = communicator.rank // (communicator.size // num_groups)
+
+    def __call__(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of this rank's group.
+
+        Args:
+            squares: float32 [T], of this rank's heads, divided by the number of elements of the group. May be changed.
+        """
+        if self._num_groups == 1:
+            return self._communicator.all_reduce(squares)
+        width = -(-len(squares) // 4) * 4  # rows begin at multiples of 16 bytes, as what Triton compiles for
+        groups = squares.new_zeros(self._num_groups, width)
+        groups[self._group, : len(squares)] = squares
+        return self._communicator.all_reduce(groups)[self._group, : len(squares)]
+
+
+SumSquares = Callable[[torch.Tensor], torch.Tensor]
+"""What `GroupMeans` does."""
+
+
 class MambaKernel(Protocol):
     """Computes a layer."""
 
@@ -61,15 +94,22 @@ class Mamba:
     Args:
         params, weights: of this rank.
         dtype: of the activations.
+        group_means: of the norm's groups; None: no other rank has heads of them.
         uses_triton: see `AttentionBackend`.
     """
 
     def __init__(
-        self, params: MambaParams, weights: MambaWeights, dtype: torch.dtype, *, uses_triton: bool
+        self,
+        params: MambaParams,
+        weights: MambaWeights,
+        dtype: torch.dtype,
+        group_means: SumSquares | None = None,
+        *,
+        uses_triton: bool,
     ) -> None:
         self.params = params
         self.state = StateLayer(params.state, dtype)
-        self._kernel = _kernel(params, weights, dtype, uses_triton=uses_triton)
+        self._kernel = _kernel(params, weights, dtype, group_means, uses_triton=uses_triton)
 
     def __call__(self, zxbcdt: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Compute the layer, [T, num_values], and the states after the step.
@@ -83,14 +123,19 @@ class Mamba:
 
 
 def _kernel(
-    params: MambaParams, weights: MambaWeights, dtype: torch.dtype, *, uses_triton: bool
+    params: MambaParams,
+    weights: MambaWeights,
+    dtype: torch.dtype,
+    group_means: SumSquares | None,
+    *,
+    uses_triton: bool,
 ) -> MambaKernel:
     if uses_triton:
-        return TritonMamba(params, weights)
+        return TritonMamba(params, weights, group_means)
     native = kernels() if weights.conv.device.type == "cpu" and dtype in DTYPES else None
     if native is not None and params.head_dim % native.lanes == params.state_size % native.lanes == 0:
-        return CpuMamba(params, weights, native)
-    return TorchMamba(params, weights)
+        return CpuMamba(params, weights, native, group_means)
+    return TorchMamba(params, weights, group_means)
 
 
 _NORM_ORDERS = {None: 0, "after_gate": 1, "before_gate": 2}
@@ -100,8 +145,14 @@ _NORM_ORDERS = {None: 0, "after_gate": 1, "before_gate": 2}
 class CpuMamba:
     """Our CPU kernels."""
 
-    def __init__(self, params: MambaParams, weights: MambaWeights, loaded: Kernels) -> None:
-        self._kernels = loaded
+    def __init__(
+        self,
+        params: MambaParams,
+        weights: MambaWeights,
+        loaded: Kernels,
+        group_means: SumSquares | None = None,
+    ) -> None:
+        self._kernels, self._group_means = loaded, group_means
         self._kept_alive = [each.contiguous() for each in weights[:6]]
         conv, conv_bias, rates, dt_bias, skip, norm = (each.data_ptr() for each in self._kept_alive)
         self._layer = MambaStruct(
@@ -117,6 +168,7 @@ class CpuMamba:
             state_size=params.state_size,
             kernel=params.kernel_size,
             norm_order=_NORM_ORDERS[params.norm],
+            norm_ranks=params.group_ranks,
             eps=weights.eps,
         )
 
@@ -125,13 +177,19 @@ class CpuMamba:
         conv_states, states = state.states
         layer.conv_states, layer.states = conv_states.data_ptr(), states.data_ptr()
         layer.num_states, layer.block_size = len(states), state.block_size
-        return self._kernels.mamba(layer, native_step(meta.of_group(state.group)), zxbcdt)
+        step = native_step(meta.of_group(state.group))
+        if self._group_means is None:
+            return self._kernels.mamba(layer, step, zxbcdt)
+        y, squares = self._kernels.mamba_before_norm(layer, step, zxbcdt)
+        return self._kernels.mamba_norm(layer, zxbcdt, y, self._group_means(squares))
 
 
 class TritonMamba:
     """Our Triton kernels. What they are launched with depends on the numbers of tokens and requests only."""
 
-    def __init__(self, params: MambaParams, weights: MambaWeights) -> None:
+    def __init__(
+        self, params: MambaParams, weights: MambaWeights, group_means: SumSquares | None = None
+    ) -> None:
         from argosy_engine.triton_kernels import mamba as kernels
 
         self._shape = kernels.MambaShape(
@@ -141,8 +199,9 @@ class TritonMamba:
             params.state_size,
             params.kernel_size,
             params.norm,
+            params.group_ranks,
         )
-        self._weights = weights
+        self._weights, self._group_means = weights, group_means
         self._kernels = kernels
 
     def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
@@ -168,14 +227,17 @@ class TritonMamba:
             meta.block_table,
             state.block_size,
             meta.num_decodes,
+            self._group_means,
         )
 
 
 class TorchMamba:
     """Plain torch, on any device. It waits for no device."""
 
-    def __init__(self, params: MambaParams, weights: MambaWeights) -> None:
-        self._params, self._weights = params, weights
+    def __init__(
+        self, params: MambaParams, weights: MambaWeights, group_means: SumSquares | None = None
+    ) -> None:
+        self._params, self._weights, self._group_means = params, weights, group_means
 
     def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
         of, weights, num_tokens = self._params, self._weights, len(zxbcdt)
@@ -215,8 +277,10 @@ class TorchMamba:
         if norm == "after_gate":
             y = y * gate
         groups = y.view(len(y), self._params.num_groups, -1)
-        scale = (groups.square().mean(-1, keepdim=True) + self._weights.eps).rsqrt()
-        normed = (groups * scale).flatten(1) * self._weights.norm
+        means = groups.square().mean(-1, keepdim=True)
+        if self._group_means is not None:
+            means = self._group_means(means.flatten() / self._params.group_ranks).view_as(means)
+        normed = (groups * (means + self._weights.eps).rsqrt()).flatten(1) * self._weights.norm
         return normed * gate if norm == "before_gate" else normed
 
 

@@ -27,7 +27,15 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
-        return tuple(params[index] for index, kind in enumerate(self.layer_types) if kind == "full_attention")
+        return tuple(params[index] for index in self.layers_with_attention)
+
+    @property
+    def layers_with_attention(self) -> list[int]:
+        return [index for index, kind in enumerate(self.layer_types) if kind == "full_attention"]
+
+    @property
+    def layers_with_state(self) -> list[int]:
+        return [index for index, kind in enumerate(self.layer_types) if kind == "conv"]
 
     @property
     def short_conv(self) -> ShortConvParams:
@@ -36,7 +44,7 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def state_layers(self) -> tuple[StateParams, ...]:
-        return (self.short_conv.state,) * self.layer_types.count("conv")
+        return (self.short_conv.state,) * len(self.layers_with_state)
 
     def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
         sizes = super().divided_sizes(has_whole_experts=has_whole_experts)

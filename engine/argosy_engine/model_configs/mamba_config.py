@@ -69,11 +69,15 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[AttentionParams, ...]:
         """Constants of the layers with attention, in their order."""
         params = super().attention_layers
-        return tuple(
-            params[index]
-            for index, kind in enumerate(self.layer_types)
-            if kind in ("full_attention", "hybrid")
-        )
+        return tuple(params[index] for index in self.layers_with_attention)
+
+    @property
+    def layers_with_attention(self) -> list[int]:
+        return [index for index, kind in enumerate(self.layer_types) if kind in ("full_attention", "hybrid")]
+
+    @property
+    def layers_with_state(self) -> list[int]:
+        return [index for index, kind in enumerate(self.layer_types) if kind in ("linear_attention", "hybrid")]
 
     @property
     def mamba(self) -> MambaParams:
@@ -89,7 +93,7 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def state_layers(self) -> tuple[StateParams, ...]:
-        return (self.mamba.state,) * sum(kind in ("linear_attention", "hybrid") for kind in self.layer_types)
+        return (self.mamba.state,) * len(self.layers_with_state)
 
     def divided_sizes(self, *, has_whole_experts: bool) -> dict[str, int]:
         sizes = super().divided_sizes(has_whole_experts=has_whole_experts)
@@ -98,8 +102,17 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
         else:
             sizes.pop("intermediate_size", None)
         if self.state_layers:
-            sizes["number of Mamba groups"] = self.mamba_num_groups
+            sizes["number of Mamba heads"] = self.mamba_num_heads
         return sizes
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        groups = {"number of Mamba groups": self.mamba_num_groups} if self.state_layers else {}
+        return super().shared_sizes | groups
+
+    def replicated_state_elements(self, tensor_parallel_size: int) -> int:
+        share = self.mamba_num_groups / tensor_parallel_size
+        return int(2 * self.hidden_size * (max(share, 1) - share) * self.mamba_state_size)
 
     @classmethod
     def num_layers(cls, raw: RawConfig) -> int:

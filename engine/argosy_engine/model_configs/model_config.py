@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -106,8 +106,18 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def layers_with_attention(self) -> Sequence[int]:
+        """Indices of the layers that `attention_layers` has, in its order."""
+        return range(self.num_hidden_layers)
+
+    @property
     def state_layers(self) -> tuple[StateParams, ...]:
         """What each layer keeps that has a state per request instead of keys and values, or beside them."""
+        return ()
+
+    @property
+    def layers_with_state(self) -> Sequence[int]:
+        """Indices of the layers that `state_layers` has, in its order."""
         return ()
 
     @property
@@ -125,6 +135,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         if (inner := getattr(self, "intermediate_size", None)) is not None:  # not every family has one
             sizes["intermediate_size"] = inner
         return sizes
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """The sizes that the number of tensor-parallel ranks has to divide or be a multiple of, by their names. Several
+        ranks have the same if there are more of them."""
+        return {"num_key_value_heads": self.num_key_value_heads}
 
     @property
     def multi_token_tensors(self) -> tuple[str, ...]:
@@ -149,6 +165,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         several ranks hold."""
         share = self.num_key_value_heads / tensor_parallel_size
         return int(2 * self.hidden_size * (max(share, 1) - share) * self.head_dim)
+
+    def replicated_state_elements(self, tensor_parallel_size: int) -> int:
+        """Estimate the same of a layer with states (`state_layers`)."""
+        return 0
 
     @property
     def pooled_size(self) -> int:

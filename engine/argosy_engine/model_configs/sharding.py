@@ -51,11 +51,15 @@ class Sharding:
         size = count // self.size
         return range(self.rank * size, (self.rank + 1) * size)
 
+    def _shared_part(self, count: int) -> range:
+        """Return the rank's part of what several ranks have the same of if there is less of it than ranks."""
+        replicas = max(self.size // count, 1)
+        return Sharding(self.rank // replicas, self.size // replicas).part(count)
+
     def qkv(self, params: AttentionParams) -> tuple[range, range, range]:
         """Return the rank's features of q, k and v, each counted from its first."""
-        replicas = max(self.size // params.num_kv_heads, 1)
-        kv_heads = Sharding(self.rank // replicas, self.size // replicas).part(params.num_kv_heads)
-        q, kv = (_scaled(heads, params.head_dim) for heads in (self.part(params.num_heads), kv_heads))
+        heads = self.part(params.num_heads), self._shared_part(params.num_kv_heads)
+        q, kv = (_scaled(each, params.head_dim) for each in heads)
         return q, kv, kv
 
     def delta_net(self, params: DeltaNetParams) -> tuple[range, range, range]:
@@ -64,9 +68,10 @@ class Sharding:
         return keys, keys, _scaled(self.part(params.num_value_heads), params.value_dim)
 
     def mamba(self, params: MambaParams) -> tuple[range, range]:
-        """Return the rank's elements of all heads of a Mamba-2 layer, and those of B, which are those of C, too."""
+        """Return the rank's elements of all heads of a Mamba-2 layer, and those of B, which are those of C, too: of the
+        groups that its heads use."""
         heads = _scaled(self.part(params.num_heads), params.head_dim)
-        return heads, _scaled(self.part(params.num_groups), params.state_size)
+        return heads, _scaled(self._shared_part(params.num_groups), params.state_size)
 
     def tokens(self, vocab_size: int) -> range:
         """Return the rank's tokens. The last rank may have fewer than the others."""
@@ -127,9 +132,9 @@ def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str 
     for name, count in config.divided_sizes(has_whole_experts=enable_expert_parallel).items():
         if count % size:
             return f"{name} {count} is not a multiple of it"
-    kv_heads = config.num_key_value_heads
-    if size % kv_heads and kv_heads % size:
-        return f"num_key_value_heads {kv_heads} is neither a multiple of it nor divides it"
+    for name, count in config.shared_sizes.items():
+        if size % count and count % size:
+            return f"{name} {count} is neither a multiple of it nor divides it"
     if enable_expert_parallel and config.num_routed_experts < size:
         return f"it has only {config.num_routed_experts} experts"
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:

@@ -43,25 +43,20 @@ WHOLE_MODEL = Stage()
 """The only stage has everything."""
 
 
-def largest_stage(count: int, size: int) -> range:
-    """Return the layers of the stage that has the most, of a model of `count` in `size` stages."""
-    return max((Stage(index, size).layers(count) for index in range(size)), key=len)
+def all_stages(size: int) -> list[Stage]:
+    """Return the stages of a pipeline, in their order."""
+    return [Stage(index, size) for index in range(size)]
 
 
 def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
     """Check that a model can be divided into `size` stages.
 
     Raises:
-        ConfigError: it has fewer layers, or layers with states.
+        ConfigError: it has fewer layers, or runs on code that is not divided.
     """
     if config.undivided is not None and size > 1:
         raise ConfigError(
             f"--pipeline-parallel-size {size}: {config.undivided}; leave it out, or use --data-parallel-size"
-        )
-    if size > 1 and config.state_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {size}: layers of {config.architecture} keep a state per request, which stages "
-            "do not support; use --tensor-parallel-size or --data-parallel-size"
         )
     if size > config.num_hidden_layers:
         raise ConfigError(

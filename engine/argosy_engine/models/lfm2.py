@@ -47,9 +47,10 @@ class Lfm2(Decoder[MixerLayer[LlamaAttention | ConvMixer]]):
     def make_layers(self, factory: LayerFactory) -> list[MixerLayer[LlamaAttention | ConvMixer]]:
         config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
-        attention = iter(config.attention_layers)
+        attention = dict(zip(config.layers_with_attention, config.attention_layers, strict=True))
         layers = []
-        for index, kind in enumerate(config.layer_types):
+        for index in factory.own_indices(config.num_hidden_layers):
+            kind = config.layer_types[index]
             prefix = f"model.layers.{index}."
             mixer: LlamaAttention | ConvMixer
             if kind == "full_attention":
@@ -58,7 +59,7 @@ class Lfm2(Decoder[MixerLayer[LlamaAttention | ConvMixer]]):
                     factory,
                     prefix + "self_attn.",
                     index,
-                    next(attention),
+                    attention[index],
                     rotary,
                     output="out_proj",
                     norms=("q_layernorm", "k_layernorm"),

@@ -130,9 +130,10 @@ class MambaHybrid(Decoder[MixerLayer[HybridMixer]]):
     def make_layers(self, factory: LayerFactory) -> list[MixerLayer[HybridMixer]]:
         config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
-        attention = iter(config.attention_layers)
+        attention = dict(zip(config.layers_with_attention, config.attention_layers, strict=True))
         layers = []
-        for index, kind in enumerate(config.layer_types):
+        for index in factory.own_indices(config.num_hidden_layers):
+            kind = config.layer_types[index]
             prefix = f"model.layers.{index}."
             mixers: list[LlamaAttention | MambaMixer] = []
             if kind != "full_attention":
@@ -140,7 +141,7 @@ class MambaHybrid(Decoder[MixerLayer[HybridMixer]]):
             if kind != "linear_attention":
                 used = rotary if config.rotates(index) else None
                 mixers.append(
-                    LlamaAttention(config, factory, prefix + "self_attn.", index, next(attention), used)
+                    LlamaAttention(config, factory, prefix + "self_attn.", index, attention[index], used)
                 )
             mixer: HybridMixer = mixers[0]
             if kind == "hybrid":

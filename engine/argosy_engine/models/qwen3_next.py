@@ -158,14 +158,15 @@ class Qwen3Next(Decoder[MixerLayer[GatedAttention | GatedDeltaNet]]):
     def make_layers(self, factory: LayerFactory) -> list[MixerLayer[GatedAttention | GatedDeltaNet]]:
         config = self.config
         rotary = factory.rotary(config.rope, config.head_dim)
-        attention = iter(config.attention_layers)
+        attention = dict(zip(config.layers_with_attention, config.attention_layers, strict=True))
         layers = []
-        for index, kind in enumerate(config.layer_types):
+        for index in factory.own_indices(config.num_hidden_layers):
+            kind = config.layer_types[index]
             prefix = f"model.layers.{index}."
             mlp = make_mlp(config, factory, prefix, index)
             mixer: GatedAttention | GatedDeltaNet
             if kind == "full_attention":
-                mixer = GatedAttention(config, factory, prefix + "self_attn.", next(attention), rotary)
+                mixer = GatedAttention(config, factory, prefix + "self_attn.", attention[index], rotary)
             else:
                 mixer = GatedDeltaNet(config, factory, prefix + "linear_attn.")
             layers.append(MixerLayer(config, factory, prefix, config.rms_norm_eps, mixer, mlp, adds_one=True))

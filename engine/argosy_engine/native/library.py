@@ -144,6 +144,7 @@ class MambaStruct(Structure):
         ("state_size", c_int32),
         ("kernel", c_int32),
         ("norm_order", c_int32),
+        ("norm_ranks", c_int32),
         ("eps", c_float),
     )
 
@@ -180,6 +181,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_delta_net": (c_int, POINTER(DeltaNetStruct), POINTER(StepStruct), *(c_void_p,) * 4),
     "mamba_scratch": (POINTER(MambaStruct),),
     "mamba": (c_int, POINTER(MambaStruct), POINTER(StepStruct), *(c_void_p,) * 3),
+    "mamba_before_norm": (c_int, POINTER(MambaStruct), POINTER(StepStruct), *(c_void_p,) * 4),
+    "mamba_norm": (c_int, POINTER(MambaStruct), c_int, *(c_void_p,) * 4),
     "short_conv": (c_int, POINTER(ShortConvStruct), POINTER(StepStruct), *(c_void_p,) * 3),
     "sample": (c_int, c_void_p, POINTER(SamplingRowsStruct), c_void_p, c_int, c_int),
     "decoder_scratch": (POINTER(DecoderLayerStruct), c_int, c_int),
@@ -351,6 +354,40 @@ class Kernels:
         scratch = torch.empty(zxbcdt.shape[0] * self._library.argosy_mamba_scratch(layer))
         arrays = (zxbcdt, out, scratch)
         self._library.argosy_mamba(DTYPES[zxbcdt.dtype], layer, step, *(each.data_ptr() for each in arrays))
+        return out
+
+    def mamba_before_norm(
+        self, layer: MambaStruct, step: StepStruct, zxbcdt: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a Mamba-2 layer up to gate and norm, in place its states: what `mamba_norm` gets, float32
+        [T, heads * head_dim], and this rank's share of the mean squares, float32 [T].
+
+        Args:
+            zxbcdt: as for `mamba`. The layer has one group, which `norm_ranks` ranks share.
+        """
+        y = torch.empty((zxbcdt.shape[0], layer.heads * layer.head_dim))
+        squares = torch.empty(zxbcdt.shape[0])
+        scratch = torch.empty(zxbcdt.shape[0] * (self._library.argosy_mamba_scratch(layer) - y.shape[1]))
+        arrays = (zxbcdt, y, squares, scratch)
+        self._library.argosy_mamba_before_norm(
+            DTYPES[zxbcdt.dtype], layer, step, *(each.data_ptr() for each in arrays)
+        )
+        return y, squares
+
+    def mamba_norm(
+        self, layer: MambaStruct, zxbcdt: torch.Tensor, y: torch.Tensor, means: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply gate and norm, [T, heads * head_dim] in zxbcdt's dtype.
+
+        Args:
+            zxbcdt, y: of `mamba_before_norm`.
+            means: mean squares of the whole group, contiguous float32 [T].
+        """
+        out = torch.empty(y.shape, dtype=zxbcdt.dtype)
+        arrays = (zxbcdt, y, means, out)
+        self._library.argosy_mamba_norm(
+            DTYPES[zxbcdt.dtype], layer, len(y), *(each.data_ptr() for each in arrays)
+        )
         return out
 
     def short_conv(self, layer: ShortConvStruct, step: StepStruct, bcx: torch.Tensor) -> torch.Tensor:

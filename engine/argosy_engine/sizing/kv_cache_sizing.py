@@ -11,6 +11,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.attention.kv_cache_spec import (
     KVCacheGroup,
@@ -19,6 +21,7 @@ from argosy_engine.attention.kv_cache_spec import (
     check_pages,
     group_layers,
     groups_of_layers,
+    has_states,
     state_bytes,
 )
 from argosy_engine.attention.params import DeltaNetParams, MambaParams
@@ -30,7 +33,7 @@ from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
 from argosy_engine.model_configs.sharding import check_tensor_parallel
-from argosy_engine.model_configs.stage import check_pipeline_parallel, largest_stage
+from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage, check_pipeline_parallel
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory
@@ -50,14 +53,14 @@ def planned_groups(
     itemsize: int,
     block_size: int,
     tensor_parallel_size: int = 1,
-    own: range | None = None,
+    stage: Stage = WHOLE_MODEL,
     state_itemsize: int | None = None,
 ) -> tuple[KVCacheGroup, ...]:
     """Return a model's KV cache groups on one tensor-parallel rank, which its config determines.
 
     Args:
         itemsize: bytes per element of a key or value.
-        own: indices of a pipeline stage's layers, which the groups have then (`groups_of_layers`); None: all.
+        stage: whose layers they have.
         state_itemsize: of the model's dtype, in which states are kept; None: the same.
     """
     layers = [layer.of_rank(tensor_parallel_size) for layer in config.attention_layers]
@@ -68,7 +71,11 @@ def planned_groups(
             *(layer.kv_cache_spec(state_itemsize or itemsize) for layer in states),
         ]
     )
-    return groups if own is None else groups_of_layers(groups, own)
+    if stage == WHOLE_MODEL:
+        return groups
+    own = stage.layers(config.num_hidden_layers)
+    kept = [*config.layers_with_attention, *config.layers_with_state]
+    return groups_of_layers(groups, [index for index, layer in enumerate(kept) if layer in own])
 
 
 def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
@@ -186,13 +193,14 @@ def rank_elements(
         for name, count in elements.items()
     }
     held["replicated"] = len(config.attention_layers) * config.replicated_elements(size)
+    held["replicated"] += len(config.state_layers) * config.replicated_state_elements(size)
     return held
 
 
-def stage_elements(config: ModelConfig, elements: Mapping[str, int], size: int) -> dict[str, int]:
-    """Estimate how many elements of each tensor the largest of `size` pipeline stages holds: its layers, and what is
-    before and after them, which no single stage has."""
-    own = largest_stage(config.num_hidden_layers, size)
+def stage_elements(config: ModelConfig, elements: Mapping[str, int], stage: Stage) -> dict[str, int]:
+    """Estimate how many elements of each tensor a pipeline stage holds: its layers, and what is before and after them,
+    which no single stage has."""
+    own = stage.layers(config.num_hidden_layers)
     held = {}
     for name, count in elements.items():
         layer = re.search(r"\.(\d+)\.", name)
@@ -226,7 +234,8 @@ def plan_memory(
 
     Args:
         memory: the device's memory before the weights were loaded. On a CPU all workers of all ranks share it.
-        groups: those of the model's layers, on one worker.
+        groups: those of the model's layers, on one worker. A pipeline stage without layers of a kind takes as many
+            blocks or states as could be used: the others decide.
 
     Raises:
         ConfigError: the pool cannot hold these groups.
@@ -248,7 +257,7 @@ def plan_memory(
     if args.kv_cache_memory_bytes is not None:
         budget, limited_by = args.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     bytes_per_state, num_states = state_bytes(groups), 0
-    if bytes_per_state:
+    if has_states(groups):
         num_states = _num_states(groups, args, budget, wanted_len)
         least = MIN_STATES if args.enable_prefix_caching else MIN_STATES - 1
         if num_states < least:
@@ -259,13 +268,12 @@ def plan_memory(
                 "or a smaller model"
             )
         budget -= num_states * bytes_per_state
-    num_blocks = max(budget, 0) // bytes_per_block if bytes_per_block else 1
+    useful = args.max_num_seqs * request_blocks(groups, wanted_len, args) + 1
+    num_blocks = max(budget, 0) // bytes_per_block if bytes_per_block else useful
     if args.num_gpu_blocks_override is not None:
         num_blocks, limited_by = args.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    else:
-        useful = args.max_num_seqs * request_blocks(groups, wanted_len, args) + 1
-        if num_blocks > useful:
-            num_blocks, limited_by = useful, "--max-num-seqs"
+    elif num_blocks > useful:
+        num_blocks, limited_by = useful, "--max-num-seqs"
 
     fits = _longest_that_fits(groups, num_blocks, args, wanted_len)
     max_model_len = wanted_len
@@ -305,6 +313,18 @@ def plan_memory(
     )
 
 
+def scarcest(budgets: Sequence[MemoryBudget]) -> MemoryBudget:
+    """Return the budget of the pipeline stage with the fewest blocks, with what all stages agree on: a block is one of
+    each of them."""
+    return msgspec.structs.replace(
+        min(budgets, key=lambda each: (each.num_blocks, each.num_states)),
+        num_blocks=min(each.num_blocks for each in budgets),
+        num_states=min(each.num_states for each in budgets),
+        max_model_len=min(each.max_model_len for each in budgets),
+        request_blocks=min(each.request_blocks for each in budgets),
+    )
+
+
 def _num_states(groups: Sequence[KVCacheGroup], args: EngineArgs, budget: int, wanted_len: int) -> int:
     """Return how many blocks with states to have, including the null block.
 
@@ -313,13 +333,17 @@ def _num_states(groups: Sequence[KVCacheGroup], args: EngineArgs, budget: int, w
     """
     per_request = 2 if args.enable_prefix_caching else 1
     running = args.max_num_seqs * per_request + 1
+    most = running
+    if args.enable_prefix_caching:
+        most = args.max_num_seqs * (per_request + 1 + wanted_len // args.mamba_block_size) + 1
     size = state_bytes(groups)
+    if not size:  # they are in other stages
+        return most
     half = budget // (2 if block_bytes(groups) else 1) // size
     if not args.enable_prefix_caching:
-        return min(running, half)
+        return min(most, half)
     per_token = block_bytes(groups) * len(attention_groups(groups)) / args.block_size
     shared = int(budget / (size + args.mamba_block_size * per_token))
-    most = args.max_num_seqs * (per_request + 1 + wanted_len // args.mamba_block_size) + 1
     return min(max(shared, min(running, half)), most)
 
 

@@ -5,12 +5,13 @@
     state_update    of decodes the states, and what C reads from them
     chunk_scores    of prompts C times B within each chunk of tokens, which the heads of a group share
     scan_chunks     of prompts the states, chunk by chunk, and what C reads from them
+    norm_squares    where ranks share a group, what this one adds to its mean square
     gated_norm      gate by silu(z), and the RMSNorm of each group
 
-So decodes take three launches. Where states are, and whether a request has one, kernels find by themselves in the
-step's lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat them. A
-request without tokens is padding. States are read and written in place; within a step no block is read that another
-request writes.
+So decodes take three launches, or four. Where states are, and whether a request has one, kernels find by themselves in
+the step's lengths and block table on the device: steps of a size take the same launches, so CUDA graphs can repeat
+them. A request without tokens is padding. States are read and written in place; within a step no block is read that
+another request writes.
 
 A program keeps a few columns of a head's state in registers, for columns do not depend on each other. Products are in
 float32, by three of tensor cores each.
@@ -18,6 +19,7 @@ float32, by three of tensor cores each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,7 @@ class MambaShape(NamedTuple):
     state_size: int
     kernel_size: int
     norm: str | None
+    group_ranks: int = 1
 
     @property
     def num_values(self) -> int:
@@ -292,10 +295,35 @@ def _scan_chunks(
 
 
 @triton.jit(do_not_specialize=["num_requests"])
+def _norm_squares(
+    read_ptr,
+    z_ptr,
+    starts_ptr,
+    squares_ptr,
+    num_requests,
+    z_stride,
+    ELEMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the group's elements on this rank add to its mean square over ELEMENTS, of one token per program. Padding
+    becomes 0."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < tl.where(token < tl.load(starts_ptr + num_requests), WIDTH, 0)
+    value = tl.load(read_ptr + token * WIDTH + columns, mask=mask, other=0.0)
+    if NORM == "after_gate":
+        value *= silu(tl.load(z_ptr + token * z_stride + columns, mask=mask, other=0.0).to(tl.float32))
+    tl.store(squares_ptr + token, tl.sum(value * value, axis=0) / ELEMENTS)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
 def _gated_norm(
     read_ptr,
     z_ptr,
     norm_ptr,
+    means_ptr,
     starts_ptr,
     out_ptr,
     num_requests,
@@ -306,7 +334,7 @@ def _gated_norm(
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One group of one token per program. Padding becomes 0."""
+    """One group of one token per program, whose mean squares are given if there is one group. Padding becomes 0."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     size = tl.where(token < tl.load(starts_ptr + num_requests), WIDTH, 0)
@@ -314,10 +342,12 @@ def _gated_norm(
     place = (token * GROUPS + group) * WIDTH + columns
     value = tl.load(read_ptr + place, mask=mask, other=0.0)
     z = tl.load(z_ptr + token * z_stride + group * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    if NORM == "before_gate":
+    if means_ptr is not None:
+        value *= tl.rsqrt(tl.load(means_ptr + token) + eps)
+    elif NORM == "before_gate":
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     value *= silu(z)
-    if NORM == "after_gate":
+    if means_ptr is None and NORM == "after_gate":
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     if NORM is not None:
         value *= tl.load(norm_ptr + group * WIDTH + columns, mask=columns < WIDTH, other=0.0)
@@ -343,6 +373,7 @@ def mamba(
     block_table: torch.Tensor,
     block_size: int,
     num_decodes: int,
+    group_means: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute a layer between its projections, [T, num_values] in zxbcdt's dtype, and the states after the step.
 
@@ -361,6 +392,7 @@ def mamba(
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.
         block_size: tokens per entry of the block table.
         num_decodes: requests with one token, or none, which come first.
+        group_means: `layers.mamba.GroupMeans`, if the layer has a norm of a group that several ranks share.
     """
     num_tokens, channels, num_requests = len(zxbcdt), shape.num_channels, len(lens)
 
@@ -433,23 +465,41 @@ def mamba(
     if chunks is not None:
         _compute_chunks(shape, rule, chunks, num_decodes, num_requests - num_decodes)
     width = shape.num_values // shape.num_groups
+    num_warps = min(max(triton.next_power_of_2(width) // 512, 1), 8)
+    of_norm = {
+        "read_ptr": read,
+        "z_ptr": zxbcdt,
+        "starts_ptr": starts,
+        "num_requests": num_requests,
+        "z_stride": zxbcdt.stride(0),
+        "WIDTH": width,
+        "NORM": shape.norm,
+        "BLOCK": triton.next_power_of_2(width),
+    }
+    means = None
+    if group_means is not None:
+        squares = empty(1).view(-1)
+        launch(
+            _norm_squares,
+            (num_tokens,),
+            num_warps=num_warps,
+            num_stages=1,
+            squares_ptr=squares,
+            ELEMENTS=width * shape.group_ranks,
+            **of_norm,
+        )
+        means = group_means(squares)
     launch(
         _gated_norm,
         (num_tokens, shape.num_groups),
-        num_warps=min(max(triton.next_power_of_2(width) // 512, 1), 8),
+        num_warps=num_warps,
         num_stages=1,
-        read_ptr=read,
-        z_ptr=zxbcdt,
         norm_ptr=norm,
-        starts_ptr=starts,
+        means_ptr=means,
         out_ptr=out,
-        num_requests=num_requests,
-        z_stride=zxbcdt.stride(0),
         eps=eps,
         GROUPS=shape.num_groups,
-        WIDTH=width,
-        NORM=shape.norm,
-        BLOCK=triton.next_power_of_2(width),
+        **of_norm,
     )
     return out
 

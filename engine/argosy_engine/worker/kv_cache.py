@@ -41,7 +41,7 @@ def bind_kv_cache(
         shapes = [((num_states, *shape), dtype) for shape, dtype in state.tensors]
         state.bind([_zeros(*each, device) for each in shapes], block_size, len(groups) - 1)
     attention = attention_groups(groups)
-    if not attention:
+    if not any(group.layers for group in attention):
         return
     (page_bytes,) = {group.spec.page_bytes for group in attention}
     shape = max(len(group.layers) for group in attention), num_blocks * page_bytes

@@ -198,6 +198,7 @@ class Worker:
                         config,
                         dtype,
                         device,
+                        args.tensor_parallel_size,
                         has_fp8_products=has_fp8_products(config, args.quantization, dtype, device),
                     ),
                 )
@@ -400,7 +401,7 @@ class Worker:
             1 if self.args.has_fp8_kv_cache else itemsize,
             self.args.block_size,
             self._parallel.tensor.size,
-            self._stage.layers(len(self._config.attention_layers)),
+            self._stage,
             state_itemsize=itemsize,
         )
 

@@ -36,6 +36,11 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
     yield Case(
         "bf16, 8 heads of 128 in 2 groups, states of 64, norm before the gate", _call(before, torch.bfloat16)
     )
+    half = MambaShape(64, 64, 1, 128, 4, "after_gate", group_ranks=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Case(f"{_DTYPES[dtype]}, half of the heads of Granite 4.0 H Small's group", _call(half, dtype))
+    shared = before._replace(num_groups=1, group_ranks=2)
+    yield Case("bf16, half of the heads of a group, norm before the gate", _call(shared, torch.bfloat16))
 
 
 def _call(shape: MambaShape, dtype: torch.dtype, *, has_prompts: bool = True) -> Callable[[], object]:
@@ -65,6 +70,12 @@ def _call(shape: MambaShape, dtype: torch.dtype, *, has_prompts: bool = True) ->
             empty(rows, 64, dtype=torch.int32),
             16,
             2 if has_prompts else rows,
+            _summed if shape.group_ranks > 1 else None,
         )
 
     return call
+
+
+def _summed(squares: torch.Tensor) -> torch.Tensor:
+    """Stands for the exchange between ranks."""
+    return squares

@@ -31,6 +31,7 @@ struct Mamba {
   int32_t num_states, block_size;
   int32_t heads, head_dim, groups, state_size, kernel;
   int32_t norm_order;  // 0: there is no norm; 1: after the gate; 2: before it
+  int32_t norm_ranks;  // that share each group
   float eps;
 
   int values() const { return heads * head_dim; }
@@ -143,22 +144,41 @@ void mamba_inputs(const Mamba& of, const Step& step, const CausalConv<T>& conv, 
   });
 }
 
-// out = y through gate and norm, for each token and group.
+// Sum of squares of `width` elements of which the norm is.
 template <class T>
-void mamba_gated_norm(const Mamba& of, int tokens, const float* y, const T* zxbcdt, T* out) {
+ARGOSY_INLINE float mamba_norm_squares(const Mamba& of, int width, const float* y, const T* gate) {
+  vfloat squares = vfloat{};
+  for (int i = 0; i < width; i += kLanes) {
+    const vfloat value = of.norm_order == 1 ? load(y + i) * silu(load(gate + i)) : load(y + i);
+    squares += value * value;
+  }
+  return reduce_sum(squares);
+}
+
+// What this rank adds to each token's mean square of the one group that it shares with others.
+template <class T>
+void mamba_squares(const Mamba& of, int tokens, const float* y, const T* zxbcdt, float* squares) {
+  const int values = of.values();
+  parallel_rows(tokens, 4 * values, [&](int token) {
+    const float sum = mamba_norm_squares(of, values, y + int64_t(token) * values, zxbcdt + token * of.inputs());
+    squares[token] = sum / (float(values) * float(of.norm_ranks));
+  });
+}
+
+// out = y through gate and norm, for each token and group. Null `means`: no other rank has a part of a group.
+template <class T>
+void mamba_gated_norm(const Mamba& of, int tokens, const float* y, const T* zxbcdt, const float* means, T* out) {
   const int values = of.values(), width = values / of.groups;
   parallel_rows(tokens * of.groups, 6 * width, [&](int task) {
     const int token = task / of.groups, first = task % of.groups * width;
     const float* from = y + int64_t(token) * values + first;
     const T* gate = zxbcdt + token * of.inputs() + first;
     T* to = out + int64_t(token) * values + first;
-    vfloat squares = vfloat{};
-    if (of.norm_order)
-      for (int i = 0; i < width; i += kLanes) {
-        const vfloat value = of.norm_order == 1 ? load(from + i) * silu(load(gate + i)) : load(from + i);
-        squares += value * value;
-      }
-    const float scale = of.norm_order ? 1.0f / __builtin_sqrtf(reduce_sum(squares) / float(width) + of.eps) : 1.0f;
+    float scale = 1.0f;
+    if (of.norm_order) {
+      const float mean = means ? means[token] : mamba_norm_squares(of, width, from, gate) / float(width);
+      scale = 1.0f / __builtin_sqrtf(mean + of.eps);
+    }
     for (int i = 0; i < width; i += kLanes) {
       vfloat value = load(from + i) * silu(load(gate + i));
       if (of.norm_order) value *= load(of.norm + first + i) * scale;
@@ -170,14 +190,13 @@ void mamba_gated_norm(const Mamba& of, int tokens, const float* y, const T* zxbc
 // Elements of scratch memory that mamba needs for a token.
 inline int64_t mamba_scratch(const Mamba& of) { return of.channels() + int64_t(of.values()) + 2 * of.heads; }
 
-// Computes a layer between its projections, and its states after the step. zxbcdt [tokens][inputs], out [tokens][values].
+// Computes what heads read from their states, y [tokens][values], and the states after the step. zxbcdt [tokens][inputs].
 template <class T>
-void mamba(const Mamba& of, const Step& step, const T* zxbcdt, T* out, float* scratch) {
+void mamba_read(const Mamba& of, const Step& step, const T* zxbcdt, float* y, float* scratch) {
   const int channels = of.channels(), heads = of.heads, tokens = step.num_tokens;
   float* xbc = scratch;
   float* size = xbc + int64_t(tokens) * channels;
   float* decay = size + int64_t(tokens) * heads;
-  float* y = decay + int64_t(tokens) * heads;
   const CausalConv<T> conv{of.conv, static_cast<T*>(of.conv_states), zxbcdt + of.values(), of.inputs(), of.kernel,
                            channels};
   mamba_inputs(of, step, conv, zxbcdt, xbc, size, decay);
@@ -200,7 +219,14 @@ void mamba(const Mamba& of, const Step& step, const T* zxbcdt, T* out, float* sc
                part * columns, request.tokens, of.state_size, of.head_dim, source,
                of.states + (request.target * heads + head) * state_size);
   });
-  mamba_gated_norm(of, tokens, y, zxbcdt, out);
+}
+
+// Computes a layer between its projections, out [tokens][values], and its states after the step.
+template <class T>
+void mamba(const Mamba& of, const Step& step, const T* zxbcdt, T* out, float* scratch) {
+  float* y = scratch + step.num_tokens * (mamba_scratch(of) - of.values());
+  mamba_read(of, step, zxbcdt, y, scratch);
+  mamba_gated_norm(of, step.num_tokens, y, zxbcdt, nullptr, out);
 }
 
 }  // namespace argosy

@@ -60,6 +60,24 @@ void argosy_mamba(int dtype, const Mamba* of, const Step* step, const void* zxbc
   });
 }
 
+void argosy_mamba_before_norm(int dtype, const Mamba* of, const Step* step, const void* zxbcdt, float* y, float* squares,
+                              float* scratch) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    const T* inputs = static_cast<const T*>(zxbcdt);
+    mamba_read(*of, *step, inputs, y, scratch);
+    mamba_squares(*of, step->num_tokens, y, inputs, squares);
+  });
+}
+
+void argosy_mamba_norm(int dtype, const Mamba* of, int tokens, const void* zxbcdt, const float* y, const float* means,
+                       void* out) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    mamba_gated_norm(*of, tokens, y, static_cast<const T*>(zxbcdt), means, static_cast<T*>(out));
+  });
+}
+
 void argosy_short_conv(int dtype, const ShortConv* of, const Step* step, const void* bcx, void* out, void* scratch) {
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
