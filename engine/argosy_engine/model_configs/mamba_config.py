@@ -77,7 +77,9 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
 
     @property
     def layers_with_state(self) -> list[int]:
-        return [index for index, kind in enumerate(self.layer_types) if kind in ("linear_attention", "hybrid")]
+        return [
+            index for index, kind in enumerate(self.layer_types) if kind in ("linear_attention", "hybrid")
+        ]
 
     @property
     def mamba(self) -> MambaParams:
