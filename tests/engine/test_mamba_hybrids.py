@@ -74,11 +74,11 @@ def test_two_ranks_have_the_logits_of_transformers(
     assert torch.equal(*ranks)
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "lfm2", "lfm2_moe"])
 @torch.inference_mode()
 def test_fp8_weights_of_layers_with_states(model_type: str, tmp_path: Path) -> None:
     """On two ranks as well, which take their part of scales per channel."""
-    fields = {} if model_type == "lfm2" else {"mamba_n_groups": 2}
+    fields = {} if model_type.startswith("lfm2") else {"mamba_n_groups": 2}
     write_checkpoint(model_type, tmp_path, **fields)
     quantize_checkpoint(tmp_path, "compressed-tensors-channel")
     expected = logits_of(tmp_path / "widened")

@@ -31,7 +31,8 @@ class Attention:
         self.kv_cache_dtype = backend.kv_cache_dtype
         self.impl = backend.attention(params, weights)
         self.kv_cache: torch.Tensor
-        """[2, num_blocks, block_size, num_kv_heads, head_dim], once it is bound."""
+        """[2, num_blocks, block_size, num_kv_heads, head_dim], once it is bound. Blocks may be strided if layers of the
+        model differ in KV heads or their size."""
         self.group = 0
         """Index of its KV cache group."""
 

@@ -2,7 +2,8 @@
 
 A layer's `KVCacheSpec` describes its part of a block, a page; sizes are in bytes. Layers with equal specs form groups.
 A block of the pool has the same size whichever group uses it, and a request has one block table per group, so the i-th
-layers of all groups share one tensor. A model with one kind of layer has one group. Layers that keep a state per
+layers of all groups share one tensor, or the layers of a group share a block if pages differ in size. A model with one
+kind of layer has one group. Layers that keep a state per
 request are one group, the last, with a pool of its own.
 """
 
@@ -18,7 +19,6 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.errors import ConfigError
 
 
 class KVCacheGroup(Struct, frozen=True):
@@ -64,20 +64,6 @@ def groups_of_layers(groups: Sequence[KVCacheGroup], own: range) -> tuple[KVCach
         KVCacheGroup(group.spec, tuple(layer - own.start for layer in group.layers if layer in own))
         for group in groups
     )
-
-
-def check_pages(groups: Sequence[KVCacheGroup]) -> None:
-    """Check that the pool can hold the groups: it has pages of one size.
-
-    Raises:
-        ConfigError: layers differ in the bytes that they keep per block.
-    """
-    sizes = sorted({group.spec.page_bytes for group in attention_groups(groups)})
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"layers that differ in KV heads or head size are not supported: they keep {', '.join(map(str, sizes))} "
-            "bytes per block, and the KV cache holds pages of one size; use another model"
-        )
 
 
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:

@@ -127,9 +127,9 @@ def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str 
     for name, count in config.divided_sizes(has_whole_experts=enable_expert_parallel).items():
         if count % size:
             return f"{name} {count} is not a multiple of it"
-    kv_heads = config.num_key_value_heads
-    if size % kv_heads and kv_heads % size:
-        return f"num_key_value_heads {kv_heads} is neither a multiple of it nor divides it"
+    for name, count in config.shared_sizes.items():
+        if size % count and count % size:
+            return f"{name} {count} is neither a multiple of it nor divides it"
     if enable_expert_parallel and config.num_routed_experts < size:
         return f"it has only {config.num_routed_experts} experts"
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:

@@ -21,7 +21,6 @@ from argosy_engine.messages.kv_cache_interface import (
     KVCacheGroup,
     attention_groups,
     block_bytes,
-    check_pages,
     group_layers,
     groups_of_layers,
     peak_blocks,
@@ -165,7 +164,7 @@ def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str,
     return {
         name: count
         for name, count in elements.items()
-        if not any(re.fullmatch(pattern, name) for pattern in config.multi_token_tensors)
+        if not any(re.fullmatch(pattern, name) for pattern in config.unused_tensors)
     }
 
 
@@ -234,12 +233,10 @@ def plan_memory(
         groups: those of the model's layers, on one worker.
 
     Raises:
-        ConfigError: the pool cannot hold these groups.
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
     memory = worker_memory(args, memory)
     utilization = memory_utilization(args, memory.device)
-    check_pages(groups)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)
     wanted_len = wanted_model_len(args, config)
     if memory.device == "cuda":
