@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import cycle
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,13 +14,11 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
     block_bytes,
-    check_pages,
     group_layers,
     state_bytes,
 )
 from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.errors import ConfigError
 from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
 from argosy_engine.params.sampling_params import SamplingParams
 
@@ -74,22 +71,18 @@ def test_kinds_are_split_into_groups_of_the_rarest_kinds_size() -> None:
     assert block_bytes(groups) == 200
 
 
-def test_layers_of_smaller_pages_form_larger_groups_which_the_pool_refuses() -> None:
+def test_layers_of_smaller_pages_form_larger_groups() -> None:
     """Two layers of 100 bytes per block take the place of one of 200."""
     wide = SlidingWindowSpec(200, 6)
     groups = group_layers([FULL, FULL, wide, FULL, FULL, wide])
     assert [group.layers for group in groups] == [(0, 1, 3, 4), (2, 5)]
     assert block_bytes(groups) == 400
-    with pytest.raises(ConfigError, match="100, 200 bytes per block"):
-        check_pages(groups)
-    check_pages(group_layers([FULL, SLIDING]))
 
 
 def test_states_are_one_group_and_do_not_enlarge_blocks() -> None:
     groups = group_layers([RecurrentStateSpec(1000), FULL, FULL, RecurrentStateSpec(800)])
     assert [group.layers for group in groups] == [(1, 2), (0, 3)]
     assert (block_bytes(groups), state_bytes(groups)) == (200, 2000)
-    check_pages(groups)
     alone = group_layers([RecurrentStateSpec(1000)])
     assert (block_bytes(alone), state_bytes(alone)) == (0, 1000)
 

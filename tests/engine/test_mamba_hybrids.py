@@ -122,8 +122,9 @@ def test_ranks_that_share_a_group_serve_the_tokens_of_transformers(model_type: s
     ("model_type", "fields", "form"),
     [
         ("bamba", {"mamba_n_groups": 2}, "compressed-tensors-channel"),
-        ("falcon_h1", {"mamba_n_groups": 2}, "compressed-tensors-channel"),
+        ("falcon_h1", {"mamba_n_groups": 1}, "compressed-tensors-channel"),
         ("lfm2", {}, "compressed-tensors-channel"),
+        ("lfm2_moe", {}, "compressed-tensors-channel"),
         ("nemotron_h", {"mamba_n_groups": 2, "moe_latent_size": 40}, "compressed-tensors-channel"),
         ("nemotron_h", {"mamba_n_groups": 2}, "modelopt"),
         ("nemotron_h", {"mamba_n_groups": 2}, "compressed-tensors-block"),

@@ -96,8 +96,8 @@ def test_vectors_equal_transformers(params: PoolingParams, model: Any) -> None:
 @pytest.mark.parametrize(
     "model_type",
     [
-        "bamba", "cohere", "cohere2", "deepseek_v3", "falcon_h1", "granitemoehybrid", "lfm2", "llama4_text",
-        "nemotron_h", "starcoder2",
+        "bamba", "cohere", "cohere2", "deepseek_v3", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe",
+        "llama4_text", "nemotron_h", "starcoder2",
     ],
 )  # fmt: skip
 def test_other_decoders_of_ours_embed(model_type: str, tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.loader import load_model, plan_weights
 from argosy_engine.sizing.kv_cache_sizing import used_elements
 from deepseek_shapes import DEEPSEEK_SHAPES, EXPANDED
+from gemma4_shapes import DENSE, EXPERTS, GEMMA4_SHAPES, SHARED
 from llama_shapes import GROUPS, LLAMA_SHAPES, MULTIPLIERS, PARTIAL_ROPE, TEMPERATURE
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config, write_checkpoint
 from transformers_sweep import served
 
-SHAPES = [*LLAMA_SHAPES, *DEEPSEEK_SHAPES]
+SHAPES = [*LLAMA_SHAPES, *DEEPSEEK_SHAPES, *GEMMA4_SHAPES]
 
 
 @pytest.mark.timeout(300)
@@ -115,6 +116,8 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("cohere", {"hidden_act": "gelu"}),
         ("cohere", {"logit_scale": -0.5}),
         ("cohere2", {"logit_scale": -0.5}),
+        ("gemma4_text", {"hidden_activation": "silu"}),
+        ("gemma4_text", {"vocab_size_per_layer_input": 320}),
         ("glm4v", {"hidden_act": "gelu"}),
         ("llama4", {"attn_scale": -0.2}),
         ("llama4_text", {"attn_scale": -0.2}),
@@ -122,6 +125,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("llama4_text", {"rope_parameters": _YARN}),
         ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral3", {"hidden_act": "gelu"}),
+        ("qwen3_vl_moe", {"moe_intermediate_size": 32}),
         ("starcoder2", {"hidden_act": "silu"}),
     ],
 )
@@ -330,6 +334,10 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
     ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}, True),
     ("ernie4_5", {"use_bias": True}, False),
+    ("gemma4_text", {**DENSE, "attention_bias": True}, False),
+    ("gemma4_text", EXPERTS, False),
+    ("gemma4_text", EXPERTS, True),
+    ("gemma4_text", SHARED, False),
     ("glm4", {}, False),
     ("glm4_moe", {**GROUPS, "use_qk_norm": True}, False),
     ("gpt_oss", {}, False),
@@ -346,6 +354,8 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("phi3", PARTIAL_ROPE, False),
     ("qwen2_moe", {}, False),
     ("qwen2_moe", {}, True),
+    ("qwen3_vl_moe", {"attention_bias": True}, False),
+    ("qwen3_vl_moe", {"mlp_only_layers": [1]}, True),
     ("solar_open", {**GROUPS, "attention_bias": True}, False),
     ("solar_open", {"n_shared_experts": 2}, True),
     ("starcoder2", {}, False),

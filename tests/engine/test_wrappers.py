@@ -68,6 +68,7 @@ GUIDE_REQUEST: dict[str, Any] = {
 }
 OURS = (
     "gemma3",
+    "gemma4",
     "glm4v",
     "glm4v_moe",
     "idefics3",
@@ -78,7 +79,7 @@ OURS = (
     "llava_onevision",
     "mistral3",
 )
-OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "smolvlm")
+OURS += ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm")
 ORIGIN = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 REFUSED = {
     "paligemma": "cannot be followed",  # tokens of a prompt attend to later ones
@@ -151,6 +152,26 @@ def test_a_text_part_may_be_of_another_family(tmp_path: Path) -> None:
     fields = {"text_type": "ministral3", "rope_parameters": rope}
     assert outcome("mistral3", tmp_path, fields, model_impl="argosy")[:2] == ("served", "")
     assert load_model_config(tmp_path).architecture == "Ministral3ForCausalLM"
+
+
+def test_stacked_experts_of_qwen3_vl_are_stored_either_way(tmp_path: Path) -> None:
+    """As transformers writes them and as they are published, with layers without experts and more of each token."""
+    fields = {
+        "mlp_only_layers": [1],
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+    }  # which it does not know
+    reference = write_checkpoint("qwen3_vl_moe", tmp_path, **fields)
+
+    def exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+
+    for _ in range(2):
+        assert served(reference, tmp_path, model_impl="argosy")[:2] == ("served", "")
+        retold(tmp_path, lambda tensors: {name: exchanged(name, each) for name, each in tensors.items()})
+    for inner in (32, 64):
+        edit(tmp_path, lambda raw: raw["text_config"].update(moe_intermediate_size=inner))  # noqa: B023
+        assert "shapes do not tell how they are stored" in refusal(tmp_path, model_impl="argosy")
 
 
 def test_each_of_our_text_parts_is_tried() -> None:

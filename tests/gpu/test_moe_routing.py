@@ -129,6 +129,8 @@ ROUTINGS = [
         num_groups=4,
         groups_per_token=2,
     ),
+    RoutingSpec(num_experts=12, experts_per_token=3, scores="sigmoid", normalises=True, epsilon=0.1),
+    RoutingSpec(num_experts=12, experts_per_token=3, normalises=True, has_expert_scales=True, scaling=2.0),
     RoutingSpec(num_experts=24, experts_per_token=6, num_groups=3, groups_per_token=2, group_score="best"),
     RoutingSpec(num_experts=20, experts_per_token=2, num_groups=10, groups_per_token=1, scaling=0.3),
 ]
@@ -139,10 +141,13 @@ ROUTINGS = [
 def test_other_scores_choose_as_torch_does(spec, tokens):
     logits = random_logits(tokens, spec.num_experts)
     correction = random_logits(1, spec.num_experts, seed=1)[0] / 2 if spec.has_correction else None
+    scales = random_logits(1, spec.num_experts, seed=2)[0] if spec.has_expert_scales else None
     routing = route(
         logits,
         spec.experts_per_token,
         normalises=spec.normalises,
+        epsilon=spec.epsilon,
+        expert_scales=scales,
         tile_rows=16,
         is_sigmoid=spec.scores == "sigmoid",
         correction=correction,
@@ -151,7 +156,7 @@ def test_other_scores_choose_as_torch_does(spec, tokens):
         adds_two=spec.group_score == "best_two",
         scaling=spec.scaling,
     )
-    weights, experts = choose_experts(spec, logits, correction)
+    weights, experts = choose_experts(spec, logits, correction, scales)
     assert torch.equal(routing.experts.long(), experts)
     torch.testing.assert_close(routing.weights, weights)
     check_sorted(routing)

@@ -13,8 +13,13 @@ from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.mlp import GatedMLP, LatentProjections, SparseMLP, SquaredReluMLP
 from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.experts_config import RoutingSpec
+from argosy_engine.model_configs.gemma4_config import Gemma4Config
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
+from argosy_engine.models.config_file import parse_config
+from argosy_engine.models.gemma4 import Gemma4Experts
+from gemma4_shapes import EXPERTS
 from thread_ranks import run_threads
+from transformers_checkpoints import small_config
 
 CPU = torch.device("cpu")
 HIDDEN, SIZE = 32, 3
@@ -22,11 +27,25 @@ STEPS = [[5, 0, 2], [1, 1, 1], [0, 0, 4], [2, 3, 0]]
 """Tokens of each rank in each step."""
 
 
-def make_layers(backend: str, sharding: Sharding, exchange: TokenExchange | None = None) -> list[SparseMLP]:
+Layer = SparseMLP | Gemma4Experts
+
+
+def make_layers(
+    kind: str, backend: str, sharding: Sharding, exchange: TokenExchange | None = None
+) -> list[Layer]:
     weights = DummyWeights(torch.float32, CPU, 0)
     factory = LayerFactory(
         weights, load_backend(backend, torch.float32), 1, sharding=sharding, exchange=exchange
     )
+    if kind == "gemma4":
+        sizes = {"hidden_size": HIDDEN, "num_experts": 7, "top_k_experts": 2, "moe_intermediate_size": 16}
+        raw = small_config("gemma4_text", **{**EXPERTS, **sizes}).to_dict() | {
+            "architectures": ["Gemma4ForCausalLM"]
+        }
+        config = parse_config(raw, {}, {}, "argosy")
+        assert isinstance(config, Gemma4Config)
+        assert config.experts is not None
+        return [Gemma4Experts(config, config.experts, factory, f"{index}.") for index in range(2)]
     routing = RoutingSpec(num_experts=7, experts_per_token=2, normalises=True)
     gated = SparseMLP(
         factory,
@@ -44,7 +63,7 @@ def make_layers(backend: str, sharding: Sharding, exchange: TokenExchange | None
     return [gated, ungated]
 
 
-def run(layers: list[SparseMLP], x: torch.Tensor) -> torch.Tensor:
+def run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
     # The last token, if there are several, is padding: nothing reads its result.
     slots = torch.arange(len(x))
     slots[1:][-1:] = -1
@@ -58,11 +77,11 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(STEPS[step][rank], HIDDEN, generator=generator)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_every_rank_gets_what_one_process_computes(backend: str) -> None:
+@pytest.mark.parametrize(("kind", "backend"), [("plain", "torch"), ("plain", "triton"), ("gemma4", "torch")])
+def test_every_rank_gets_what_one_process_computes(kind: str, backend: str) -> None:
     def steps_of(group: Communicator) -> list[torch.Tensor]:
         exchange = TokenExchange(group)
-        layers = make_layers(backend, Sharding(0, 1, True, group.rank, SIZE), exchange)
+        layers = make_layers(kind, backend, Sharding(0, 1, True, group.rank, SIZE), exchange)
         results = []
         for index, counts in enumerate(STEPS):
             x, num_rows = inputs(index, group.rank), max(counts)
@@ -76,7 +95,7 @@ def test_every_rank_gets_what_one_process_computes(backend: str) -> None:
 
     found = run_threads(SIZE, steps_of)
     with torch.inference_mode():
-        alone = make_layers("torch", WHOLE)
+        alone = make_layers(kind, "torch", WHOLE)
         for rank in range(SIZE):
             for step, result in enumerate(found[rank]):
                 x = inputs(step, rank)

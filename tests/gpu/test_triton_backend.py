@@ -13,6 +13,7 @@ from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from attention_cases import model_inputs
+from gemma4_shapes import EXPERTS
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
 from transformers_checkpoints import write_checkpoint
@@ -42,7 +43,11 @@ def logits(path, token_ids, backend="triton", *, has_fp8_kv_cache=False, shardin
         communicator=communicator,
     ).model
     for layer in model.attention_layers:
-        layer.bind(torch.full(layer.kv_cache_shape(3, BLOCK_SIZE), torch.nan).to(layer.kv_cache_dtype))
+        shape = layer.kv_cache_shape(3, BLOCK_SIZE)
+        if len(shape) == 5:  # with strided blocks
+            shape = (shape[1], shape[0], *shape[2:])
+        cache = torch.full(shape, torch.nan).to(layer.kv_cache_dtype)
+        layer.bind(cache.transpose(0, 1) if len(shape) == 5 else cache)
     tables = torch.tensor([[2, 0]])
     ours = []
     for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, len(token_ids)))]:
@@ -81,6 +86,7 @@ def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
         ("cohere", {"use_qk_norm": True, "num_key_value_heads": 2}),
         ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
         ("deepseek_v3", {"q_lora_rank": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
+        ("gemma4_text", {**EXPERTS, "num_kv_shared_layers": 0}),
         ("glm4_moe", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
         ("gpt_oss", {"sliding_window": WINDOW}),
         ("granitemoe", {"residual_multiplier": 0.4, "logits_scaling": 2.5}),

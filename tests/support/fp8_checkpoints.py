@@ -36,7 +36,7 @@ def _compressed(strategy: str, activations: dict[str, Any]) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": _group(strategy, activations)},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*feed_forward.gate$"],
         "kv_cache_scheme": None,
     }
 
@@ -74,7 +74,10 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
     is_static = form in ("compressed-tensors-tensor", "modelopt", "modelopt-file")
     for name, tensor in tensors.items():
         is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or ".in_proj_" in name
-        is_linear = is_linear or ".shared_expert_gate" in name or ".feed_forward.w" in name
+        is_linear = is_linear or ".shared_expert_gate" in name or ".per_layer_" in name
+        is_linear = (
+            is_linear or name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))
+        ) and tensor.ndim == 2
         if not is_linear:
             continue
         if form.endswith("block"):

@@ -116,10 +116,37 @@ NEMOTRON_SHAPES: tuple[dict[str, Any], ...] = (
     },
 )
 """Of Nemotron-H."""
-LFM2_SHAPES: tuple[dict[str, Any], ...] = (
-    {"block_multiple_of": 32, "conv_L_cache": 4},
-    {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 2},
-    {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "block_ffn_dim_multiplier": 0.7},
-    {"layer_types": ["full_attention"] * 4, "norm_eps": 0.1},
+LFM2_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("lfm2", {"block_multiple_of": 32, "conv_L_cache": 4}),
+    (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "conv_L_cache": 2,
+        },
+    ),
+    (
+        "lfm2",
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "block_ffn_dim_multiplier": 0.7,
+        },
+    ),
+    ("lfm2", {"layer_types": ["full_attention"] * 4, "norm_eps": 0.1}),
+    ("lfm2_moe", {"num_experts_per_tok": 3, "conv_bias": True, "routed_scaling_factor": 1.7}),
+    ("lfm2_moe", {"use_expert_bias": False, "num_dense_layers": 0, "tie_word_embeddings": False}),
+    ("lfm2_moe", {"norm_topk_prob": False, "num_dense_layers": 2, "norm_eps": 0.1, "conv_L_cache": 4}),
+    (
+        "lfm2_moe",
+        {
+            "layer_types": ["full_attention"] * 4,
+            "num_dense_layers": 4,
+            "block_auto_adjust_ff_dim": True,  # which it does not know
+        },
+    ),
 )
 """Of LFM2."""

@@ -22,8 +22,8 @@ MODEL_TYPES = (
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2",
     "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
     "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense",
-    "hy_v3", "jetmoe", "kimi_linear", "lfm2", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2",
-    "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral",
+    "hy_v3", "jetmoe", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba",
+    "mamba2", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral",
     "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
@@ -68,6 +68,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3],
                "mamba_ngroups": 1, "n_mamba_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "falcon": {"num_kv_heads": 2},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_state": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8,
@@ -248,7 +249,7 @@ def write_checkpoint(
             else:
                 parameter.add_(noise * 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     if dtype is not torch.float32:
         model = model.to(dtype)

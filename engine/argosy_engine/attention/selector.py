@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 _NO_LATENTS = "it computes no multi-head latent attention"
+_ONE_PAGE = "it needs layers with the same number and size of KV heads"
 
 _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
@@ -50,6 +51,11 @@ class AttentionNeeds(NamedTuple):
     @property
     def plain_layers(self) -> list[AttentionParams]:
         return [layer for layer in self.layers if isinstance(layer, AttentionParams)]
+
+    @property
+    def has_strided_blocks(self) -> bool:
+        """Whether layers keep different numbers of bytes, so that blocks of their caches are strided."""
+        return len({layer.num_kv_heads * layer.head_dim for layer in self.plain_layers}) > 1
 
     @property
     def latent_layers(self) -> list[LatentAttentionParams]:
@@ -134,7 +140,7 @@ def _refuse_cpu(needs: AttentionNeeds) -> str | None:
             return f"a head size of {layer.head_dim} is not a multiple of {lanes} up to {_MAX_CPU_HEAD_DIM}"
         if layer.num_heads // layer.num_kv_heads > _MAX_CPU_GROUP:
             return f"more than {_MAX_CPU_GROUP} query heads share a KV head"
-    return None
+    return _ONE_PAGE if needs.has_strided_blocks else None
 
 
 def _refuse_triton(needs: AttentionNeeds) -> str | None:
@@ -167,6 +173,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
         return "it keeps keys and values in the dtype of the activations, not in FP8"
     if needs.latent_layers:
         return _NO_LATENTS
+    if needs.has_strided_blocks:
+        return _ONE_PAGE
     if (reason := _refuse_triton(needs)) is not None:  # whose kernel writes the cache
         return reason
     for layer in needs.plain_layers:

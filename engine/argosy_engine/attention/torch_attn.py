@@ -47,13 +47,17 @@ class TorchBackend:
 def _write(
     cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
 ) -> None:
-    """Write keys or values [T, num_kv_heads, head_dim] to their slots of a cache [slots, num_kv_heads, head_dim]."""
-    if scale is None:
-        cache.index_copy_(0, slots, values)
-        return
-    stored = (values.float() / scale).clamp(-_MAX_FP8, _MAX_FP8).to(cache.dtype)
-    # torch copies FP8 by index only as bytes.
-    cache.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))
+    """Write keys or values [T, num_kv_heads, head_dim] to their slots of a cache [num_blocks, block_size, num_kv_heads,
+    head_dim]."""
+    if scale is not None:
+        stored = (values.float() / scale).clamp(-_MAX_FP8, _MAX_FP8).to(cache.dtype)
+        # torch copies FP8 by index only as bytes.
+        cache, values = cache.view(torch.uint8), stored.view(torch.uint8)
+    if cache.is_contiguous():
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, values)
+    else:
+        block_size = cache.shape[1]
+        cache.index_put_((slots // block_size, slots % block_size), values)
 
 
 def _read(
@@ -90,9 +94,8 @@ class TorchAttention:
             k = rms_norm(k, weights.k_norm, weights.eps)
         if weights.rotary is not None:
             q, k = self._rotate(weights.rotary, q, k, meta)
-        flat = kv_cache.view(2, -1, self.num_kv_heads, self.head_dim)
-        _write(flat[0], meta.slot_mapping, k, weights.k_scale)
-        _write(flat[1], meta.slot_mapping, v, weights.v_scale)
+        _write(kv_cache[0], meta.slot_mapping, k, weights.k_scale)
+        _write(kv_cache[1], meta.slot_mapping, v, weights.v_scale)
         return self._attend_all(q.contiguous(), kv_cache, meta).view(len(qkv), -1)
 
     @staticmethod

@@ -80,9 +80,17 @@ def with_stored_experts(path: Path, config: Config) -> Config:
         return config
     names, (gate_up, _) = experts.names, experts.names.or_stacked
     end = f".{experts.mlp}{names.experts}{gate_up}"
-    if not any(name.endswith(end) for shard in read_shards(path) for name in shard.tensors):
+    shapes = (
+        stored.shape
+        for shard in read_shards(path)
+        for name, stored in shard.tensors.items()
+        if name.endswith(end)
+    )
+    if (shape := next(shapes, None)) is None:
         return config
     names = msgspec.structs.replace(names, stacked=names.or_stacked, or_stacked=None)
+    if names.may_be_transposed:  # a shape that is neither does not fit the plan of the weights
+        names = msgspec.structs.replace(names, is_transposed=tuple(shape[1:2]) != (2 * experts.inner,))
     return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
 
 

@@ -102,13 +102,17 @@ class Experts(Protocol):
 
 
 def choose_experts(
-    routing: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None
+    routing: RoutingSpec,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights, float32 [T, k], and the indices, int64 [T, k], of each token's experts.
 
     Args:
         logits: the router's, [T, num_experts].
         correction: float32 [num_experts].
+        scales: float32 [num_experts].
     """
     logits = logits.float()
     scores = torch.sigmoid(logits) if routing.scores == "sigmoid" else torch.softmax(logits, dim=-1)
@@ -125,7 +129,9 @@ def choose_experts(
     experts = wanted.topk(routing.experts_per_token, dim=-1).indices
     weights = scores.gather(1, experts)
     if routing.normalises:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
+    if scales is not None:
+        weights = weights * scales[experts]
     return weights if routing.scaling == 1.0 else weights * routing.scaling, experts
 
 
@@ -140,16 +146,17 @@ class SeparateExperts:
         spec: ExpertsSpec,
         experts: Mapping[int, tuple[GatedLinear, Linear]],
         correction: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         self._spec = spec
         self._experts = experts
-        self._correction = correction
+        self._correction, self._scales = correction, scales
 
     def __call__(
         self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
         routing = self._spec.routing
-        weights, experts = choose_experts(routing, router_logits, self._correction)
+        weights, experts = choose_experts(routing, router_logits, self._correction, self._scales)
         # Sorting by expert makes each expert's tokens contiguous, so each active expert runs once.
         order = experts.flatten().argsort(stable=True)
         rows = order // routing.experts_per_token
@@ -217,12 +224,17 @@ class TritonExperts:
     """All experts in five launches, without waiting for the device."""
 
     def __init__(
-        self, spec: ExpertsSpec, weights: StackedExperts, correction: torch.Tensor | None = None
+        self,
+        spec: ExpertsSpec,
+        weights: StackedExperts,
+        correction: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         from argosy_engine.triton_kernels.fused_moe import fused_moe
 
         self._spec, self._weights = spec, weights
-        self._correction = correction
+        self._correction, self._scales = correction, scales
+        self._activation = "gelu" if spec.activation == "gelu_pytorch_tanh" else spec.activation
         self._fused_moe = fused_moe
 
     def __call__(
@@ -238,12 +250,14 @@ class TritonExperts:
             normalises=routing.normalises,
             is_sigmoid=routing.scores == "sigmoid",
             correction=self._correction,
+            expert_scales=self._scales,
             num_groups=routing.num_groups,
             groups_per_token=routing.groups_per_token,
             adds_two=routing.group_score == "best_two",
             scaling=routing.scaling,
+            epsilon=routing.epsilon,
             scales_inputs=routing.scales_inputs,
-            activation=self._spec.activation,
+            activation=self._activation,
             w1_scale=weights.gate_up_scale,
             w2_scale=weights.down_scale,
             w1_bias=weights.gate_up_bias,

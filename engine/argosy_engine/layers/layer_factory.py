@@ -237,12 +237,17 @@ class LayerFactory:
         if spec.routing.has_correction:
             name = spec.prefix + spec.names.correction
             correction = self.weights.take_scale(name, spec.num_experts, is_signed=True)
+        scales = None
+        if spec.routing.has_expert_scales:
+            scales = self.weights.take_scale(
+                spec.prefix + spec.names.scales, spec.num_experts, is_signed=True
+            )
         if self._backend.uses_triton:
-            return TritonExperts(spec, self._method.load_experts(self.weights, spec), correction)
+            return TritonExperts(spec, self._method.load_experts(self.weights, spec), correction, scales)
         if spec.names.stacked is not None:
-            return SeparateExperts(spec, self._unstacked(spec), correction)
+            return SeparateExperts(spec, self._unstacked(spec), correction, scales)
         separate = {index: self._expert(spec, index) for index in spec.held_experts}
-        return SeparateExperts(spec, separate, correction)
+        return SeparateExperts(spec, separate, correction, scales)
 
     def _expert(self, spec: ExpertsSpec, index: int) -> tuple[GatedLinear, Linear]:
         *names, down = (spec.projection(index, name) for name in spec.layers)
@@ -272,26 +277,50 @@ class LayerFactory:
         """Add what every rank has computed, in place; returns x."""
         return self._communicator.all_reduce(x)
 
-    def rms_norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> RMSNorm:
+    def rms_norm(
+        self, name: str, size: int, eps: float, *, adds_one: bool = False, in_float32: bool = False
+    ) -> RMSNorm:
         """Make an RMSNorm with the weight NAME.weight.
 
         Args:
             adds_one: multiply by 1 + weight, in float32.
+            in_float32: multiply in float32.
         """
+        if in_float32:
+            return self.float32_norm(name + ".weight", size, eps)
         weight = self.take(name + ".weight", size)
         if adds_one:
             weight = weight.to(torch.float32, copy=True).add_(1.0)
         return RMSNorm(weight, eps, self.dtype, self._kernels)
 
+    def float32_norm(self, weight: str | None, size: int, eps: float, *, factor: float = 1.0) -> RMSNorm:
+        """Make an RMSNorm that multiplies by a tensor and a factor, in float32.
+
+        Args:
+            weight: name of the tensor; None: there is none.
+        """
+        if weight is None:
+            scale = torch.full((size,), factor, dtype=torch.float32, device=self.device)
+        else:
+            scale = self.take(weight, size).to(torch.float32, copy=True).mul_(factor)
+        return RMSNorm(scale, eps, self.dtype, self._kernels)
+
     def input_norm(
-        self, name: str, size: int, eps: float, *, feeds: TakesRows, adds_one: bool = False
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        feeds: TakesRows,
+        adds_one: bool = False,
+        in_float32: bool = False,
     ) -> InputNorm:
         """Make an RMSNorm whose result is the input of a product, or of several that want it alike; see `rms_norm`.
 
         Args:
             feeds: the product, or a block that begins with it.
         """
-        norm = self.rms_norm(name, size, eps, adds_one=adds_one)
+        norm = self.rms_norm(name, size, eps, adds_one=adds_one, in_float32=in_float32)
         return InputNorm(norm, self._kernels, feeds.input_quantization)
 
     def qkv_linear(

@@ -167,6 +167,8 @@ def decoder_mlp(
     *,
     bias: bool,
     is_fused: bool = False,
+    name: str = "mlp.",
+    names: Sequence[str] | None = None,
     shared: GatedMLP | SquaredReluMLP | None = None,
 ) -> GatedMLP | SparseMLP:
     """Make the MLP of a decoder's layer: a gated one, or a mixture of experts with what all tokens take besides.
@@ -177,12 +179,13 @@ def decoder_mlp(
         inner: intermediate size of a gated MLP.
         experts: None: no layer has any.
         bias: whether the projections of gated MLPs have one.
-        is_fused: see `GatedMLP`.
+        name: of a gated MLP, where no layer has experts.
+        is_fused, names: see `GatedMLP`.
         shared: what all tokens take besides, if it is no part of the mixture's own tensors.
     """
     if experts is None or not experts.is_sparse[index]:
-        name = "mlp." if experts is None else experts.mlp
-        return GatedMLP(factory, prefix + name, hidden, inner, bias=bias, is_fused=is_fused)
+        name = name if experts is None else experts.mlp
+        return GatedMLP(factory, prefix + name, hidden, inner, bias=bias, is_fused=is_fused, names=names)
     prefix += experts.mlp
     shared_gate, name = None, f"{prefix}{experts.shared}."
     if experts.shared_size:

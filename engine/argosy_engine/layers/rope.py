@@ -15,10 +15,12 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     Raises:
         NotOurs: see `RopeParameters.rotary_dim`.
     """
-    head_dim = rope.rotary_dim(head_dim)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotary_dim = rope.rotary_dim(head_dim)
+    if rope.kind != "proportional":
+        head_dim = rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         return inv_freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inv_freq)

@@ -9,6 +9,7 @@
     mamba_config           Granite 4, Bamba, Falcon-H1 and Nemotron-H
     lfm2_config            LFM2
     gemma_config           Gemma 2 and the text part of Gemma 3
+    gemma4_config          the text part of Gemma 4
     deepseek_config        DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2_config            GPT-2
     opt_config             OPT

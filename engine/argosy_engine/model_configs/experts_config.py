@@ -12,10 +12,10 @@ from argosy_engine.model_configs.model_config import Positive, Size
 Count = Annotated[int, Meta(ge=1, le=4096)]
 ExpertLayer = Literal["gate", "up", "down"]
 EXPERT_LAYERS: tuple[ExpertLayer, ...] = ("gate", "up", "down")
-ExpertActivation = Literal["silu", "swigluoai", "relu2"]
-"""What an expert makes of its gate and up projections: silu(gate) * up, or gpt-oss' (up + 1) * gate *
-sigmoid(1.702 gate), of gates of at most 7 and ups within 7; the names are vLLM's. Experts with relu2 have no gate:
-relu(up) ** 2 (Nemotron-H)."""
+ExpertActivation = Literal["silu", "gelu_pytorch_tanh", "swigluoai", "relu2"]
+"""What an expert makes of its gate and up projections: silu(gate) * up, gelu(gate) * up by the approximation with tanh,
+or gpt-oss' (up + 1) * gate * sigmoid(1.702 gate), of gates of at most 7 and ups within 7; the names are vLLM's. Experts
+with relu2 have no gate: relu(up) ** 2 (Nemotron-H)."""
 
 
 class RoutingSpec(Struct, frozen=True, kw_only=True):
@@ -28,10 +28,14 @@ class RoutingSpec(Struct, frozen=True, kw_only=True):
     experts of the highest scores are taken, and these are their weights."""
     normalises: bool = False
     """Whether a token's weights are scaled to sum to 1; for softmax this is the softmax over the chosen experts."""
+    epsilon: Annotated[float, Meta(gt=0.0, lt=1.0)] = 1e-20
+    """Added to the sum that they are divided by to be scaled so."""
     scaling: Positive = 1.0
     """Factor on the weights."""
     scales_inputs: bool = False
     """Whether weights are factors on what experts get, instead of on what they give (Llama 4)."""
+    has_expert_scales: bool = False
+    """Whether a token's weights are multiplied by a number per expert (Gemma 4)."""
     has_correction: bool = False
     """Whether a number per expert is added to scores where experts are chosen, and to weights not (arXiv
     2408.15664)."""
@@ -88,6 +92,8 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     finds out); None: all checkpoints are alike."""
     is_transposed: bool = False
     """Whether the last two dimensions of those are exchanged (gpt-oss)."""
+    may_be_transposed: bool = False
+    """Whether they are in some checkpoints (Qwen3-VL), which their shapes tell: no two sizes are equal."""
     is_interleaved: bool = False
     """Whether gates and ups take turns, instead of all gates before all ups (gpt-oss)."""
     biases: tuple[str, str] | None = None
@@ -96,6 +102,8 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     """The router's linear layer."""
     correction: str = "gate.e_score_correction_bias"
     """See `RoutingSpec.has_correction`; [num_experts], maybe with dimensions of size 1."""
+    scales: str = ""
+    """See `RoutingSpec.has_expert_scales`; [num_experts]."""
 
     def of(self, layer: ExpertLayer) -> str:
         return {"gate": self.gate, "up": self.up, "down": self.down}[layer]

@@ -1,4 +1,5 @@
-"""Lfm2Config: the config of LFM2, whose layers are short convolutions and, some of them, attention."""
+"""Lfm2Config: the config of LFM2, with experts or without, whose layers are short convolutions and, some of them,
+attention."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from argosy_engine.attention.params import AttentionParams, ShortConvParams, StateParams
+from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.model_configs.model_config import NotOurs, RawConfig, layer_count
+from argosy_engine.model_configs.model_config import NotOurs, RawConfig, flag, layer_count
 
 
 class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
@@ -52,8 +54,10 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
 
     @classmethod
     def differences(cls, raw: RawConfig) -> dict[str, Any]:
-        layers = layer_count(raw)
+        layers, has_experts = layer_count(raw), raw["architectures"][0] == "Lfm2MoeForCausalLM"
         kinds = raw.get("layer_types")
+        if kinds is None and has_experts:
+            raise NotOurs("its config has no layer_types")
         if kinds is None:
             indices = raw.get("full_attn_idxs")
             with_attention = range(layers) if indices is None else indices
@@ -64,7 +68,9 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
         if "full_attention" not in kinds:
             raise NotOurs("no layer has attention")
         return {
-            "intermediate_size": _intermediate_size(raw),
+            "intermediate_size": raw.get("intermediate_size", 7168)
+            if has_experts
+            else _intermediate_size(raw),
             "rms_norm_eps": raw.get("norm_eps", 1e-5),
             "num_key_value_heads": raw.get("num_key_value_heads", 8),
             "qk_norm": "head",
@@ -76,7 +82,27 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
             "layer_types": kinds,
             "conv_kernel_size": raw.get("conv_L_cache", 3),
             "conv_bias": bool(raw.get("conv_bias", False)),
+            "experts": _experts(raw) if has_experts else None,
         }
+
+
+def _experts(raw: RawConfig) -> dict[str, Any]:
+    num_dense = raw.get("num_dense_layers", 2)
+    return {
+        "routing": {
+            "num_experts": raw.get("num_experts", 32),
+            "experts_per_token": raw.get("num_experts_per_tok", 4),
+            "scores": "sigmoid",
+            "normalises": flag(raw, "norm_topk_prob", True),
+            "epsilon": 1e-6,
+            "scaling": raw.get("routed_scaling_factor", 1.0),
+            "has_correction": flag(raw, "use_expert_bias", True),
+        },
+        "inner": raw.get("moe_intermediate_size", 1792),
+        "is_sparse": tuple(index >= num_dense for index in range(layer_count(raw))),
+        "mlp": "feed_forward.",
+        "names": ExpertNames(gate="w1", up="w3", down="w2", correction="expert_bias"),
+    }
 
 
 def _intermediate_size(raw: RawConfig) -> int:

@@ -95,6 +95,12 @@ def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
 
 
 def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
+    is_text_part, names = raw.get("model_type") == "qwen3_vl_moe_text", ExpertNames()
+    if is_text_part:
+        inner, hidden = raw["moe_intermediate_size"], raw["hidden_size"]
+        if hidden in (inner, 2 * inner):
+            raise NotOurs(f"experts of {inner} features, of which shapes do not tell how they are stored")
+        names = ExpertNames(or_stacked=("gate_up_proj", "down_proj"), may_be_transposed=True)
     window = raw.get("sliding_window", 4096) if flag(raw, "use_sliding_window") else None
     return {
         **_qwen3(raw),
@@ -104,10 +110,11 @@ def _qwen3_moe(raw: RawConfig) -> dict[str, Any]:
             "routing": {
                 "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
                 "experts_per_token": raw.get("num_experts_per_tok"),
-                "normalises": raw.get("norm_topk_prob", False),
+                "normalises": is_text_part or raw.get("norm_topk_prob", False),
             },
             "inner": raw.get("moe_intermediate_size"),
             "is_sparse": qwen_sparse(raw),
+            "names": names,
         },
     }
 

@@ -91,6 +91,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return self.undivided
 
     @property
+    def undivided_stages(self) -> str | None:
+        """Why pipeline stages cannot divide the layers; None: they can, if there are enough."""
+        return self.undivided
+
+    @property
     def attention_layers(self) -> tuple[LayerParams, ...]:
         """Constants of each layer's attention. A family whose layers differ in more than the window overrides it."""
         positions = self.max_position_embeddings
@@ -150,6 +155,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         numbers = "|".join(str(first + index) for index in range(self.num_multi_token_layers))
         own = r"(model\.)?mtp(_block|_emb_norm|_hidden_norm|_linear_proj)?\..*"  # with what ERNIE 4.5 calls them
         return own, *([rf"model\.layers\.({numbers})\..*"] if numbers else [])
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Patterns of the names of tensors that a checkpoint may have and the config says are not used."""
+        return self.multi_token_tensors
 
     def cached_values(self, tensor_parallel_size: int) -> int:
         """Return the number of elements that a layer keeps of a token on one rank."""

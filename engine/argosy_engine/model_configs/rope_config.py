@@ -21,7 +21,8 @@ _Turns = Annotated[float, Meta(ge=1e-9, le=1e12)]
 class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """RoPE kind and its parameters, named as in transformers. Each kind reads `theta` and the fields it needs."""
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
+    """`proportional` rotates a part of each head by the leading frequencies of the whole (Gemma 4)."""
     theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10000.0
     factor: Positive = 1.0
     original_max_position_embeddings: Size = 1
@@ -34,7 +35,7 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """The share of each head that is rotated: its first elements."""
+    """The share of each head that is rotated: its first elements, or those of each half (`proportional`)."""
     is_interleaved: bool = False
     """Whether elements 2 i and 2 i + 1 are a pair (GPT-J, GLM), instead of i and i + half of what is rotated."""
 
@@ -45,6 +46,8 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             NotOurs: it is odd or 0, or what is left is odd.
         """
         size = int(head_dim * self.partial_rotary_factor)
+        if self.kind == "proportional":
+            size = 2 * int(self.partial_rotary_factor * head_dim // 2)
         if size < 2 or size % 2 or head_dim % 2:
             raise NotOurs(
                 f"partial_rotary_factor {self.partial_rotary_factor:g} of a head of {head_dim} is {size}; only an even "
@@ -59,7 +62,7 @@ class RopeParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Queries and keys in the same order have the same products, so the kernels know only one layout.
         """
         size = self.rotary_dim(head_dim)
-        if size == head_dim and not self.is_interleaved:
+        if self.kind == "proportional" or (size == head_dim and not self.is_interleaved):
             return None
         middle = size + (head_dim - size) // 2
         if self.is_interleaved:

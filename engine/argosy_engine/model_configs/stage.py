@@ -54,9 +54,9 @@ def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
     Raises:
         ConfigError: it has fewer layers, or runs on code that is not divided.
     """
-    if config.undivided is not None and size > 1:
+    if config.undivided_stages is not None and size > 1:
         raise ConfigError(
-            f"--pipeline-parallel-size {size}: {config.undivided}; leave it out, or use --data-parallel-size"
+            f"--pipeline-parallel-size {size}: {config.undivided_stages}; leave it out, or use --data-parallel-size"
         )
     if size > config.num_hidden_layers:
         raise ConfigError(

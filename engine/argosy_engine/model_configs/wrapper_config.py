@@ -22,13 +22,14 @@ WRAPPER = "ForConditionalGeneration"
 NATIVE_WRAPPERS = frozenset(
     f"{name}{WRAPPER}"
     for name in (
-        *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
+        *("Gemma3", "Gemma4", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *(
             "LlavaOnevision",
             "Mistral3",
             "Qwen2VL",
             "Qwen2_5_VL",
             "Qwen3VL",
+            "Qwen3VLMoe",
             "Qwen3_5",
             "Qwen3_5Moe",
             "SmolVLM",
@@ -39,6 +40,7 @@ NATIVE_WRAPPERS = frozenset(
 transformers."""
 _NATIVE_TEXTS = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -50,6 +52,7 @@ _NATIVE_TEXTS = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
@@ -60,7 +63,8 @@ READ_OF_WRAPPERS = frozenset({*_OUTER, "text_config", "tie_word_embeddings"})
 """Fields of a wrapper's config that are read, unless it has those of the text part beside them (Qwen2.5-VL)."""
 _PARTS = re.compile(r"(?!quantization|compression|generation)\w+_config")
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|image_newline|multi_modal_projector|connector)(\.|$)"
+    r"(model\.)?(visual|vision_tower|vision_model|image_newline|multi_modal_projector|connector|audio_tower|embed_vision"
+    r"|embed_audio)(\.|$)"
 )
 _MULTI_TOKEN = re.compile(r"(model\.)?mtp\.")
 """Tensors that predict further tokens."""
@@ -103,8 +107,15 @@ def native_text_part(raw: RawConfig, config: Any) -> dict[str, Any] | None:
     text = config.get_text_config()
     architecture = _NATIVE_TEXTS.get(text.model_type)
     fields = text.to_dict()
-    if architecture is None or fields.get("final_logit_softcapping") is not None:
+    is_gemma4 = text.model_type == "gemma4_text"
+    if architecture is None or (fields.get("final_logit_softcapping") is not None and not is_gemma4):
         return None
+    if is_gemma4:
+        fields["placeholder_token_ids"] = [
+            token_id
+            for kind in ("image", "video", "audio")
+            if (token_id := getattr(config, f"{kind}_token_id", None)) is not None
+        ]
     if text.model_type == "mistral":
         fields.pop("layer_types", None)  # by which transformers tells Ministral 8B, but not in a wrapper
     outer = with_outer_fields(raw)

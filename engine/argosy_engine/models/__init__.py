@@ -7,8 +7,9 @@
     qwen3_next             Qwen3-Next and Qwen3.5
     mamba_hybrid           Granite 4, Bamba and Falcon-H1
     nemotron_h             Nemotron-H and Nemotron 3
-    lfm2                   LFM2
+    lfm2                   LFM2, with experts or without
     gemma                  Gemma 2 and the text part of Gemma 3
+    gemma4                 the text part of Gemma 4
     deepseek               DeepSeek V2 and V3, GLM-4.7-Flash
     gpt2, opt              GPT-2, OPT
     gpt2_layers            layers of these two

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in most layers, Qwen3's attention in the others.
+"""LFM2: short convolutions in most layers, Qwen3's attention in the others, MLPs or mixtures of experts in all.
 
 A short convolution keeps its last inputs per request instead of keys and values.
 """
@@ -10,7 +10,7 @@ import torch
 from argosy_engine.attention.layer import Attention, StateLayer
 from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.mlp import GatedMLP
+from argosy_engine.layers.mlp import decoder_mlp
 from argosy_engine.model_configs.lfm2_config import Lfm2Config
 from argosy_engine.models.decoder import Decoder, MixerLayer
 from argosy_engine.models.llama import LlamaAttention
@@ -66,11 +66,15 @@ class Lfm2(Decoder[MixerLayer[LlamaAttention | ConvMixer]]):
                 )
             else:
                 mixer = ConvMixer(config, factory, prefix + "conv.")
-            mlp = GatedMLP(
+            mlp = decoder_mlp(
                 factory,
-                prefix + "feed_forward.",
+                prefix,
+                index,
                 config.hidden_size,
                 config.intermediate_size,
+                config.experts,
+                bias=False,
+                name="feed_forward.",
                 names=("w1", "w3", "w2"),
             )
             norms = ("operator_norm", "ffn_norm")

@@ -193,7 +193,7 @@ def load_model(
                 *model_class.ignored_tensors,
                 *_unused_heads(config),
                 *_kv_scales(config),
-                *config.multi_token_tensors,
+                *config.unused_tensors,
             ],
         )
         check_further_layers(path, config, reader.names)

@@ -77,6 +77,7 @@ class _Family(NamedTuple):
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
 _QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
 _LAYER_NORM = "layer_norm_config:LayerNormConfig", "layer_norm_decoder:LayerNormDecoder"
+_LFM2 = "lfm2_config:Lfm2Config", "lfm2:Lfm2"
 _MAMBA = "mamba_config:MambaHybridConfig", "mamba_hybrid:MambaHybrid"
 _NEMOTRON = "NemotronHForCausalLM"
 _LLAMAS = (
@@ -115,9 +116,11 @@ _FAMILIES = {
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
+    "Gemma4ForCausalLM": _family("Gemma4Text", "gemma4_config:Gemma4Config", "gemma4:Gemma4"),
     "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
     "GraniteMoeHybridForCausalLM": _family("GraniteMoeHybrid", *_MAMBA),
-    "Lfm2ForCausalLM": _family("Lfm2", "lfm2_config:Lfm2Config", "lfm2:Lfm2"),
+    "Lfm2ForCausalLM": _family("Lfm2", *_LFM2),
+    "Lfm2MoeForCausalLM": _family("Lfm2Moe", *_LFM2),
     _NEMOTRON: _family("NemotronH", _MAMBA[0], "nemotron_h:NemotronH"),
     "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},

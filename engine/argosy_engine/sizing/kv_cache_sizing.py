@@ -18,7 +18,6 @@ from argosy_engine.attention.kv_cache_spec import (
     KVCacheGroup,
     attention_groups,
     block_bytes,
-    check_pages,
     group_layers,
     groups_of_layers,
     has_states,
@@ -167,7 +166,7 @@ def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str,
     return {
         name: count
         for name, count in elements.items()
-        if not any(re.fullmatch(pattern, name) for pattern in config.multi_token_tensors)
+        if not any(re.fullmatch(pattern, name) for pattern in config.unused_tensors)
     }
 
 
@@ -238,12 +237,10 @@ def plan_memory(
             blocks or states as could be used: the others decide.
 
     Raises:
-        ConfigError: the pool cannot hold these groups.
         DoesNotFit: not even one request of full length fits; the message says which length would fit.
     """
     memory = worker_memory(args, memory)
     utilization = memory_utilization(args, memory.device)
-    check_pages(groups)
     block_size, bytes_per_block = args.block_size, block_bytes(groups)
     wanted_len = wanted_model_len(args, config)
     if memory.device == "cuda":

@@ -77,6 +77,7 @@ def _of_best_groups(
 def _route(
     logits_ptr,
     correction_ptr,
+    scales_ptr,
     slots_ptr,
     weights_ptr,
     experts_ptr,
@@ -84,6 +85,7 @@ def _route(
     logits_stride,
     num_tokens,
     scaling,
+    epsilon,
     K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     FIRST_HELD: tl.constexpr,
@@ -147,8 +149,10 @@ def _route(
             left = tl.where(is_choice, -float("inf"), left)
             counts += tl.sum((is_choice & is_token[:, None]).to(tl.int32), axis=0)
         if NORMALISES:
-            total = tl.sum(weights, axis=1) + 1e-20
+            total = tl.sum(weights, axis=1) + epsilon
         weights = tl.where(is_token[:, None], weights / total[:, None] * scaling, 0.0)
+        if scales_ptr is not None:
+            weights *= tl.load(scales_ptr + chosen, mask=rank < K, other=0.0)
         chosen -= FIRST_HELD
         chosen = tl.where(is_token[:, None] & (chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
         pair = row[:, None] * K + rank
@@ -227,10 +231,12 @@ def route(
     held: range | None = None,
     is_sigmoid: bool = False,
     correction: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
     num_groups: int = 1,
     groups_per_token: int = 1,
     adds_two: bool = True,
     scaling: float = 1.0,
+    epsilon: float = 1e-20,
 ) -> Routing:
     """Choose each token's experts by their scores and top-k, and sort the pairs by expert.
 
@@ -244,10 +250,12 @@ def route(
         held: experts to compute; pairs with others get none. None: all.
         is_sigmoid: scores are the logits' sigmoids, instead of their softmax.
         correction: float32 [num_experts], added to scores where experts are chosen, and to weights not.
+        expert_scales: float32 [num_experts], factors on the weights.
         num_groups: of consecutive experts, as many in each.
         groups_per_token: a token takes experts of this many groups, those of the highest scores.
         adds_two: a group's score is the sum of its two best, instead of its best.
         scaling: factor on the weights.
+        epsilon: added to the sum by which weights are divided to sum to 1.
     """
     tokens, num_experts = logits.shape
     held = range(num_experts) if held is None else held
@@ -282,6 +290,7 @@ def route(
         num_stages=1,
         logits_ptr=logits,
         correction_ptr=correction,
+        scales_ptr=expert_scales,
         slots_ptr=slot_mapping,
         weights_ptr=routing.weights,
         experts_ptr=routing.experts,
@@ -289,6 +298,7 @@ def route(
         logits_stride=logits.stride(0),
         num_tokens=tokens,
         scaling=scaling,
+        epsilon=epsilon,
         K=k,
         NUM_EXPERTS=num_experts,
         FIRST_HELD=held.start,

@@ -30,6 +30,10 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
             f"bf16, {tokens} tokens, 8 of 160 experts by sigmoids",
             _call(tokens, 160, 8, torch.bfloat16, is_sigmoid=True),
         )
+        yield Case(
+            f"bf16, {tokens} tokens, 8 of 128 experts with factors",
+            _call(tokens, 128, 8, torch.bfloat16, has_scales=True),
+        )
     # expert parallelism: the second of two ranks
     yield Case("bf16, 256 tokens, 64 held of 128 experts", _call(256, 128, 8, torch.bfloat16, range(64, 128)))
     for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
@@ -46,6 +50,7 @@ def _call(
     is_sigmoid: bool = False,
     num_groups: int = 1,
     groups_per_token: int = 1,
+    has_scales: bool = False,
 ) -> Callable[[], object]:
     def call() -> object:
         logits = torch.empty(tokens, experts, dtype=dtype, device="cuda")
@@ -60,6 +65,7 @@ def _call(
             held=held,
             is_sigmoid=is_sigmoid,
             correction=correction,
+            expert_scales=torch.empty(experts, device="cuda") if has_scales else None,
             num_groups=num_groups,
             groups_per_token=groups_per_token,
         )
