@@ -36,6 +36,7 @@ def renderer() -> Renderer:
         model_name="m",
         vocab_size=1024,
         max_model_len=4096,
+        pooling=None,
     )
     return Renderer(config)  # type: ignore[arg-type]
 
@@ -167,6 +168,7 @@ def test_ids_that_a_model_repeats_become_unique(resumed: int) -> None:
         model_name="m",
         vocab_size=1024,
         max_model_len=4096,
+        pooling=None,
     )
     kimi = Renderer(config, ParserConfig(tool_call_parser="kimi_k2"))  # type: ignore[arg-type]
     texts = [kimi_call(number) for number in (1, 1, 2, 2, 0)]
@@ -256,6 +258,7 @@ def renderer_with(path: Path, special_tokens: list[str], parsers: ParserConfig) 
         model_name="m",
         vocab_size=2048,
         max_model_len=4096,
+        pooling=None,
     )
     return Renderer(config, parsers)  # type: ignore[arg-type]
 

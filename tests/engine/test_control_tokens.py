@@ -99,6 +99,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model_name="m",
             vocab_size=1 << 20,
             max_model_len=1 << 20,
+            pooling=None,
             logits_processors=(),
         )
         settings = json.loads((path / "tokenizer_config.json").read_text())

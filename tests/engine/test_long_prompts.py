@@ -105,6 +105,7 @@ def renderer() -> Renderer:
         model_name="tiny",
         vocab_size=1024,
         max_model_len=64,
+        pooling=None,
         logits_processors=(),
     )
     return Renderer(config)  # type: ignore[arg-type]

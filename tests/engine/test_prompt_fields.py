@@ -35,6 +35,7 @@ def renderer_of(path: Path, defaults: RequestDefaults = RequestDefaults()) -> Re
         model_name="m",
         vocab_size=1 << 20,
         max_model_len=MAX_MODEL_LEN,
+        pooling=None,
         logits_processors=(),
     )
     return Renderer(config)  # type: ignore[arg-type]

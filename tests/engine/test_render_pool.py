@@ -253,6 +253,7 @@ def renderer() -> Renderer:
         model_name="tiny",
         vocab_size=1024,
         max_model_len=LIMIT,
+        pooling=None,
         logits_processors=(),
     )
     return Renderer(config)  # type: ignore[arg-type]

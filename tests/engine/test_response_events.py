@@ -49,6 +49,7 @@ def renderer() -> Renderer:
         model_name="m",
         vocab_size=1024,
         max_model_len=4096,
+        pooling=None,
     )
     return Renderer(config)  # type: ignore[arg-type]
 
