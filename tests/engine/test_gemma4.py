@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from argosy_engine.attention.kv_cache_spec import block_bytes
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.messages.kv_cache_interface import block_bytes
 from argosy_engine.model_configs.gemma4_config import Gemma4Config
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
 from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel

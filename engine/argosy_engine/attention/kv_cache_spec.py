@@ -3,8 +3,8 @@ tokens are read, how many blocks a request holds, how layers share blocks. No to
 
 A layer's part of a block is a page. Layers with equal specs form groups. A block of the pool has the same size
 whichever group uses it, and a request has one block table per group, so the i-th layers of all groups share one tensor,
-or the layers of a group share a block if pages differ in size. A model with one kind of layer has one group. Layers that keep a state per request are one group, the last, with a pool
-of its own. Design: vLLM, `v1/kv_cache_interface.py`.
+or the layers of a group share a block if pages differ in size. A model with one kind of layer has one group. Layers
+that keep a state per request are one group, the last, with a pool of its own. Design: vLLM, `v1/kv_cache_interface.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from argosy_engine.errors import ConfigError
 
 
 class CacheSpec(Struct, frozen=True):
@@ -153,74 +152,6 @@ def has_states(groups: Sequence[KVCacheGroup]) -> bool:
 def attention_groups(groups: Sequence[KVCacheGroup]) -> list[KVCacheGroup]:
     """Return the groups that keep keys and values."""
     return [group for group in groups if not group.spec.is_state]
-
-
-def block_bytes(self) -> int:
-        """Bytes of a block, or of the states of a request, over the group's layers."""
-        return self.spec.page_bytes * len(self.layers)
-
-
-def group_layers(specs: Iterable[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Split layers into groups of equal spec, so that a block takes about the same number of bytes in each.
-
-    If all pages have one size, all groups have as many layers as the rarest spec, except for remainders. A page that
-    is half as large counts half. Full attention comes first, because its prefix hits bound those of the other groups.
-    States come last, in one group, whose spec is that of the largest.
-    """
-    kinds: dict[KVCacheSpec, list[int]] = {}
-    states: dict[int, KVCacheSpec] = {}
-    for layer, spec in enumerate(specs):
-        if spec.is_state:
-            states[layer] = spec
-        else:
-            kinds.setdefault(spec, []).append(layer)
-    group_bytes = min((len(layers) * spec.page_bytes for spec, layers in kinds.items()), default=0)
-    groups = []
-    for spec, layers in sorted(kinds.items(), key=lambda item: item[0].reach is not None):
-        size = max(group_bytes // spec.page_bytes, 1)
-        groups += [
-            KVCacheGroup(spec, tuple(layers[start : start + size])) for start in range(0, len(layers), size)
-        ]
-    if states:
-        largest = max(states.values(), key=lambda spec: spec.page_bytes)
-        groups.append(KVCacheGroup(largest, tuple(states)))
-    return tuple(groups)
-
-
-def groups_of_layers(groups: Sequence[KVCacheGroup], own: Sequence[int]) -> tuple[KVCacheGroup, ...]:
-    """Return the groups with the layers of one pipeline stage, which are numbered in their order.
-
-    A block table is the same on every stage, so all have the same groups, some perhaps without a layer.
-    """
-    places = {layer: place for place, layer in enumerate(own)}
-    return tuple(
-        KVCacheGroup(group.spec, tuple(places[layer] for layer in group.layers if layer in places))
-        for group in groups
-    )
-
-
-def has_states(groups: Sequence[KVCacheGroup]) -> bool:
-    """Return whether any layer of the model keeps a state per request, on this pipeline stage or another."""
-    return any(group.spec.is_state for group in groups)
-
-
-def attention_groups(groups: Sequence[KVCacheGroup]) -> list[KVCacheGroup]:
-    """Return the groups that keep keys and values."""
-    return [group for group in groups if not group.spec.is_state]
-
-
-def check_pages(groups: Sequence[KVCacheGroup]) -> None:
-    """Check that the pool can hold the groups: it has pages of one size.
-
-    Raises:
-        ConfigError: layers differ in the bytes that they keep per block.
-    """
-    sizes = sorted({group.spec.page_bytes for group in attention_groups(groups)})
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"layers that differ in KV heads or head size are not supported: they keep {', '.join(map(str, sizes))} "
-            "bytes per block, and the KV cache holds pages of one size; use another model"
-        )
 
 
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:
