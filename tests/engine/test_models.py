@@ -94,6 +94,7 @@ def test_every_architecture_is_tested() -> None:
         "gemma4_text",
         "lfm2",
         "lfm2_moe",
+        "nemotron_h",
     }
     here = {kind.model for kind in KINDS.values()} | {"Qwen3ForCausalLM"}
     assert here | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in others} == set(

@@ -263,6 +263,9 @@ def route(
     k, device = experts_per_token, logits.device
     expert_block = triton.next_power_of_2(num_experts)
     rows = max(_TILE_ELEMENTS // max(expert_block, triton.next_power_of_2(k)), 1)
+    keeps_scores = is_sigmoid or correction is not None or groups_per_token < num_groups
+    if keeps_scores:  # registers hold them beside what is left to choose from
+        rows = max(rows // 2, 1)
     most = max(_MAX_CHUNK_PAIRS // triton.next_power_of_2(k), 1)
     chunk = min(triton.next_power_of_2(max(triton.cdiv(tokens, 32), 1)), most)
     num_chunks = triton.cdiv(tokens, chunk)
@@ -286,7 +289,7 @@ def route(
     launch(
         _route,
         (num_chunks,),
-        num_warps=8 if min(rows, chunk) * expert_block >= _TILE_ELEMENTS else 4,
+        num_warps=8 if min(rows, chunk) * expert_block * (1 + keeps_scores) >= _TILE_ELEMENTS else 4,
         num_stages=1,
         logits_ptr=logits,
         correction_ptr=correction,

@@ -78,12 +78,13 @@ def _call(
         weight_dtype, rows = torch.float8_e4m3fn if is_fp8 else dtype, inner if is_nemotron_3 else 2 * inner
         return fused_moe(
             empty(tokens, hidden),
-            empty(tokens, experts),
+            empty(tokens, experts, dtype=torch.float32 if is_nemotron_3 else dtype),
             empty(experts, rows, hidden, dtype=weight_dtype),
             empty(experts, hidden, inner, dtype=weight_dtype),
             k,
             normalises=not is_llama_4,
             is_sigmoid=is_llama_4 or is_nemotron_3,
+            correction=empty(experts, dtype=torch.float32) if is_nemotron_3 else None,
             scales_inputs=is_llama_4,
             activation="swigluoai" if is_gpt_oss else "relu2" if is_nemotron_3 else "silu",
             w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,

@@ -34,6 +34,10 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
             f"bf16, {tokens} tokens, 8 of 128 experts with factors",
             _call(tokens, 128, 8, torch.bfloat16, has_scales=True),
         )
+        yield Case(  # of a router in float32
+            f"fp32, {tokens} tokens, 6 of 128 experts by sigmoids",
+            _call(tokens, 128, 6, torch.float32, is_sigmoid=True),
+        )
     # expert parallelism: the second of two ranks
     yield Case("bf16, 256 tokens, 64 held of 128 experts", _call(256, 128, 8, torch.bfloat16, range(64, 128)))
     for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
