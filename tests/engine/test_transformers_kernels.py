@@ -375,9 +375,13 @@ def test_layers_are_joined_in_models_whose_code_is_known() -> None:
     assert fused(body=subclass(LlamaModel, forward=changed(forward, copied))).keys() == joined
     other = subclass(LlamaModel, forward=changed(forward, with_default))
     assert fused(body=other).keys() == separate
-    epsilons = {f"{name}__variance_epsilon": 0.1 for name in ("input_layernorm", "post_attention_layernorm")}
+    epsilons: dict[str, Any] = {
+        f"{name}__variance_epsilon": 0.1 for name in ("input_layernorm", "post_attention_layernorm")
+    }
     assert fused(**epsilons).keys() == separate
-    narrow = {f"mlp__{name}_proj": nn.Linear(64, 64, bias=False) for name in ("gate", "up", "down")}
+    narrow: dict[str, Any] = {
+        f"mlp__{name}_proj": nn.Linear(64, 64, bias=False) for name in ("gate", "up", "down")
+    }
     assert fused(**narrow).keys() == separate
 
 
@@ -397,7 +401,7 @@ def test_a_step_rotates_by_tables_of_its_tokens() -> None:
     half = torch.rand(1, 3, 4)
     cos, sin = torch.cat((half, half), dim=2), torch.cat((half, half), dim=2) / 2
     hidden = torch.zeros(1, 3, 32)
-    embeddings = (cos, sin)
+    embeddings: Any = (cos, sin)
     step = Step([], meta, None)
     assert step.rotates(hidden, embeddings, 8)
     found = step.begin_layers([], embeddings, 8)
