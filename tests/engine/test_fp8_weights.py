@@ -223,6 +223,29 @@ def test_experts_are_stacked_in_fp8_with_scales() -> None:
         )
 
 
+def test_experts_without_a_gate_are_stacked_alone() -> None:
+    """Where a layer is left as it is whose name is that of a gate's projection."""
+    routing = RoutingSpec(num_experts=2, experts_per_token=1)
+    spec = ExpertsSpec("", routing, hidden=32, inner=16, activation="relu2", features=range(8, 16))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for index in range(2):
+        for name in spec.layers:
+            layer, shape = spec.projection(index, name), spec.weight_shape(name)
+            tensors[layer + ".weight"] = torch.randn(shape, generator=generator).to(FP8)
+            tensors[layer + ".weight_scale"] = torch.rand(shape[0], generator=generator)
+    config = QuantizationConfig(
+        method="compressed-tensors", is_per_channel=True, ignored=("re:.*gate_proj$",)
+    )
+    stacked = Fp8LinearMethod(config, quantize_rows).load_experts(GivenWeights(tensors), spec)
+    assert stacked.gate_up_scale is not None
+    for index in range(2):
+        up, down = (spec.projection(index, name) for name in spec.layers)
+        assert torch.equal(stacked.gate_up[index].float(), tensors[up + ".weight"].float()[8:])
+        assert torch.equal(stacked.gate_up_scale[index], tensors[up + ".weight_scale"][8:])
+        assert torch.equal(stacked.down[index].float(), tensors[down + ".weight"].float()[:, 8:])
+
+
 @pytest.mark.parametrize("is_per_channel", [True, False])
 def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None:
     spec = ExpertsSpec("", RoutingSpec(num_experts=2, experts_per_token=1), hidden=32, inner=16)

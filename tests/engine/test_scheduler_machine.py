@@ -33,7 +33,12 @@ EOS = 0
 KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (FullAttentionSpec(0),),
     "sliding": (SlidingWindowSpec(0, 6),),
-    "hybrid": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), SlidingWindowSpec(0, 13)),
+    "hybrid": (
+        FullAttentionSpec(0),
+        SlidingWindowSpec(0, 5),
+        SlidingWindowSpec(0, 13),
+        ChunkedAttentionSpec(0, 10),
+    ),
     "chunked": (FullAttentionSpec(0), ChunkedAttentionSpec(0, 8), ChunkedAttentionSpec(0, 10)),
     "recurrent": (FullAttentionSpec(0), RecurrentStateSpec(0)),
     "recurrent, sliding": (FullAttentionSpec(0), SlidingWindowSpec(0, 5), RecurrentStateSpec(0)),

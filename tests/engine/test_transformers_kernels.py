@@ -34,7 +34,7 @@ from argosy_engine.models.loader import complete_config
 from argosy_engine.models.transformers_attention import AttendingLayer, Step
 from argosy_engine.models.transformers_kernels import (
     CalledLinears,
-    KernelAttention,
+    FusedAttention,
     KernelLayers,
     KernelLinear,
     KernelMLP,
@@ -188,7 +188,7 @@ def forwards(model: nn.Module) -> dict[str, type]:
     return {
         name: type(vars(module)["forward"])
         for name, module in model.named_modules()
-        if isinstance(vars(module).get("forward"), (KernelAttention, KernelLayers))
+        if isinstance(vars(module).get("forward"), (FusedAttention, KernelLayers))
     }
 
 
@@ -220,7 +220,7 @@ def test_attention_and_layers_that_are_recognised_compute_what_they_did(
         assert isinstance(model, TransformersModel)
         probe(config, model, dtype, cpu)
     found = list(forwards(model.model).values())
-    assert found == [KernelLayers, KernelAttention] if is_joined else found == [KernelAttention] * 4
+    assert found == [KernelLayers, FusedAttention] if is_joined else found == [FusedAttention] * 4
 
 
 def changed(function: Any, change: Callable[[Any], Any]) -> Any:
@@ -331,11 +331,11 @@ def recognised(**changes: Any) -> set[type]:
 def test_attention_is_recognised_by_its_code_and_what_that_calls() -> None:
     forward = LlamaAttention.forward
     assert recognised(attention=subclass(LlamaAttention, forward=changed(forward, copied))) == {
-        KernelAttention,
+        FusedAttention,
         KernelLayers,
     }
     own_eager = changed(forward, lambda each: with_globals(each, eager_attention_forward=print))
-    assert KernelAttention in recognised(attention=subclass(LlamaAttention, forward=own_eager))
+    assert FusedAttention in recognised(attention=subclass(LlamaAttention, forward=own_eager))
     rotates = changed(
         forward,
         lambda each: with_globals(each, apply_rotary_pos_emb=modeling_ernie4_5.apply_rotary_pos_emb),
@@ -360,10 +360,10 @@ def test_layers_are_recognised_by_their_code_and_their_parts() -> None:
     forward = LlamaDecoderLayer.forward
     assert KernelLayers in recognised(layer=subclass(LlamaDecoderLayer, forward=changed(forward, copied)))
     swapped = subclass(LlamaDecoderLayer, forward=changed(forward, with_norms_swapped))
-    assert recognised(layer=swapped) == {KernelAttention}
-    assert recognised(mlp__act_fn=nn.GELU()) == {KernelAttention}
-    assert recognised(input_layernorm__variance_epsilon=0.1) == {KernelAttention}
-    assert recognised(watched="mlp") == {KernelAttention}
+    assert recognised(layer=swapped) == {FusedAttention}
+    assert recognised(mlp__act_fn=nn.GELU()) == {FusedAttention}
+    assert recognised(input_layernorm__variance_epsilon=0.1) == {FusedAttention}
+    assert recognised(watched="mlp") == {FusedAttention}
     assert recognised(watched="self_attn") == set()
 
 

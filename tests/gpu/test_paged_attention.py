@@ -88,7 +88,7 @@ def test_chunks(chunk_size):
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 256, 512])
 def test_head_sizes(requests, head_dim):
     check(PagedBatch(requests, head_dim=head_dim, num_kv_heads=1, num_heads=2, dtype=torch.bfloat16))
 
@@ -246,8 +246,13 @@ def test_keys_are_split_where_the_batch_leaves_the_device_idle(num_requests, max
     [
         ({"dtype": torch.float64}, {}, "bfloat16, float16 and float32"),
         ({"kv_dtype": torch.float32}, {}, "use their dtype or torch.float8_e4m3fn"),
-        ({"head_dim": 257}, {}, "up to 256"),
+        ({"head_dim": 513}, {}, "up to 512"),
         ({"num_heads": 130}, {}, "a multiple, up to 64 times"),
+        (
+            {"num_heads": 34, "num_kv_heads": 2, "head_dim": 272},
+            {},
+            "up to 16 may share one of more than 256",
+        ),
         ({}, {"sliding_window": 0}, "1 or more"),
         ({}, {"logit_softcap": 0.0}, "must be positive"),
         ({}, {"num_segments": 33}, "between 1 and 32"),

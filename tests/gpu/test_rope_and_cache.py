@@ -122,7 +122,7 @@ def check(step, *, scales=(1.0, 1.0), **tolerance):
 
 OPTIONS = {
     "heads": [(1, 1), (4, 2), (7, 1), (6, 6), (16, 2)],
-    "head_dim": [16, 64, 80, 96, 112, 128, 256],
+    "head_dim": [16, 64, 80, 96, 112, 128, 256, 512],
     "dtype": [torch.float32, torch.bfloat16, torch.float16],
     "block_size": [16, 32],
     "has_norm": [False, True],

@@ -149,10 +149,21 @@ def test_a_gpu_uses_the_kernels():
     ("device", "layer", "reason"),
     [
         ("cpu", LAYER, "computes on GPUs"),
-        ("cuda", replace(LAYER, head_dim=512), "head size of 512 is more than 256"),
+        ("cuda", replace(LAYER, head_dim=576), "head size of 576 is more than 512"),
         ("cuda", replace(LAYER, num_heads=256), "more than 64 query heads"),
+        ("cuda", replace(LAYER, head_dim=512, num_heads=64), "more than 16 query heads"),
     ],
 )
 def test_what_the_kernels_cannot_serve_is_refused(device, layer, reason):
     with pytest.raises(ConfigError, match=reason):
         select_backend(AttentionNeeds(device, "bfloat16", 16, [layer]), "triton")
+
+
+def test_large_heads_in_float32_are_left_to_torch():
+    needs = AttentionNeeds("cuda", "bfloat16", 16, [replace(LAYER, head_dim=512)])
+    assert select_backend(needs).name == "triton"
+    choice = select_backend(needs._replace(dtype="float32"))
+    assert (choice.name, choice.refused["triton"]) == (
+        "torch",
+        "a head size of 512 is more than 256, its limit in float32",
+    )

@@ -15,7 +15,6 @@ from typing import ClassVar
 from msgspec import Struct
 
 
-
 class CacheSpec(Struct, frozen=True):
     """What every kind of layer says of itself. It keeps something of each token, which all later tokens read."""
 

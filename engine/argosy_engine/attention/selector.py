@@ -30,11 +30,15 @@ _ONE_PAGE = "it needs layers with the same number and size of KV heads"
 _MAX_CPU_HEAD_DIM = 256
 _MAX_CPU_GROUP = 48
 """Query heads per KV head that the CPU kernels support: the rows of a tile."""
-MAX_TRITON_HEAD_DIM = 256
+MAX_TRITON_HEAD_DIM = 512
+_MAX_FLASH_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_LATENT_ROPE_DIM = 128
 MAX_TRITON_GROUP = 64
 """Query heads per KV head that the Triton kernels support: the rows of a tile."""
+WIDE_TRITON_HEAD_DIM = 256
+MAX_TRITON_WIDE_GROUP = 16
+"""The same of larger heads than these."""
 
 
 class AttentionNeeds(NamedTuple):
@@ -159,8 +163,13 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
     for layer in needs.plain_layers:
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
             return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"
-        if layer.num_heads // layer.num_kv_heads > MAX_TRITON_GROUP:
-            return f"more than {MAX_TRITON_GROUP} query heads share a KV head"
+        if layer.head_dim > WIDE_TRITON_HEAD_DIM and (needs.device, needs.dtype) == ("cuda", "float32"):
+            return (
+                f"a head size of {layer.head_dim} is more than {WIDE_TRITON_HEAD_DIM}, its limit in float32"
+            )
+        largest = MAX_TRITON_GROUP if layer.head_dim <= WIDE_TRITON_HEAD_DIM else MAX_TRITON_WIDE_GROUP
+        if layer.num_heads // layer.num_kv_heads > largest:
+            return f"more than {largest} query heads share a KV head of {layer.head_dim} elements"
     return None
 
 
@@ -182,8 +191,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
             return "it computes no attention sinks"
         if layer.chunk_size is not None:
             return f"it computes no attention in chunks of {layer.chunk_size} tokens"
-        if layer.head_dim % 8:
-            return f"a head size of {layer.head_dim} is not a multiple of 8"
+        if layer.head_dim % 8 or layer.head_dim > _MAX_FLASH_HEAD_DIM:
+            return f"a head size of {layer.head_dim} is not a multiple of 8 up to {_MAX_FLASH_HEAD_DIM}"
     versions = installed_versions()
     if not versions:
         return "flash-attn is not installed (pip install flash-attn)"

@@ -202,7 +202,7 @@ class Gemma4Config(ModelConfig, frozen=True, kw_only=True):
             "head_dim": raw.get("head_dim", 256),
             "max_position_embeddings": raw.get("max_position_embeddings", 131072),
             "tie_word_embeddings": raw.get("tie_word_embeddings", True),
-            "sliding_windows": sliding_windows_of({"layer_types": kinds}, raw.get("sliding_window", 512), []),
+            "sliding_windows": sliding_windows_of({"layer_types": kinds}, raw.get("sliding_window", 512)),
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
             "layer_types": kinds,
             "head_dims": head_dims,

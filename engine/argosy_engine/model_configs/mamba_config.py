@@ -322,8 +322,7 @@ def _nemotron_h(raw: RawConfig) -> dict[str, Any]:
         "attention_bias": False,
         "rms_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
         "positions": raw.get("max_position_embeddings", 4096),
-        "rope": {"kind": "default"},
-        "unrotated_layers": tuple(range(len(layers))),
+        "rope": {"kind": "default"},  # which no layer has
         "layer_types": layers,
         "has_single_blocks": True,
         "mamba_num_heads": raw.get("mamba_num_heads", 128),

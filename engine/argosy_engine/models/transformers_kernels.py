@@ -106,7 +106,7 @@ class CalledLinears:
         callers = [layer.module for layer in attending]
         for layer in attending:
             if callers.count(layer.module) == 1:
-                KernelAttention.replace(layer, self._dtype)
+                FusedAttention.replace(layer, self._dtype)
         for module in self._model.modules():
             KernelLayers.replace(module)
         for module in list(self._model.modules()):
@@ -291,7 +291,7 @@ class _HeadNorms(NamedTuple):
     eps: float = 0.0
 
 
-class KernelAttention:
+class FusedAttention:
     """Llama's attention with its projections by our kernels, in place of a module's `forward`, which computes whatever
     is not a step, or is not given rotations as Llama is."""
 
@@ -371,7 +371,7 @@ class KernelLayers:
 
     def __init__(
         self,
-        attention: Sequence[KernelAttention],
+        attention: Sequence[FusedAttention],
         parts: Sequence[DecoderParts],
         fused: FusedDecoder,
         theirs: Sequence[Callable[..., Any]],
@@ -387,7 +387,7 @@ class KernelLayers:
             return
         attention = vars(module.self_attn).get("forward")
         norms = module.input_layernorm, module.post_attention_layernorm
-        if not isinstance(attention, KernelAttention) or not all(type(each) is KernelNorm for each in norms):
+        if not isinstance(attention, FusedAttention) or not all(type(each) is KernelNorm for each in norms):
             return
         if type(module.mlp) is not KernelMLP or norms[0].norm.eps != norms[1].norm.eps:
             return

@@ -14,6 +14,10 @@ MAX_GROUP_SIZE = 64
 """Query heads that may share one KV head: they are rows of one tile."""
 _MIN_ROWS = 16
 """Rows of the smallest matrix product on tensor cores."""
+WIDE_HEAD_DIM = 256
+"""Larger heads leave registers for the smallest tile only."""
+MAX_WIDE_GROUP_SIZE = _MIN_ROWS
+"""Query heads that may share one of these."""
 _MAX_FEW_ROWS = 32
 _AMPLE_SHARED_MEMORY = 160 << 10
 """Of data-centre GPUs (A100, H100, B200); the others have 99 KiB."""
@@ -66,6 +70,8 @@ def choose_tiles(
     """
     if dtype is torch.float32:
         return AttentionTiles(max(_MIN_ROWS, triton.next_power_of_2(group_size)), 16, 8, 2)
+    if head_dim > WIDE_HEAD_DIM:
+        return AttentionTiles(_MIN_ROWS, 16, 8 if kv_dtype is dtype else 4, 2)
     num_stages = 3 if traits.shared_memory >= _AMPLE_SHARED_MEMORY else 2
     rows = triton.next_power_of_2(max_query_len * group_size)
     if rows <= _MAX_FEW_ROWS:

@@ -22,6 +22,8 @@ import triton
 
 from argosy_engine.triton_kernels.attention_tiles import (
     MAX_GROUP_SIZE,
+    MAX_WIDE_GROUP_SIZE,
+    WIDE_HEAD_DIM,
     AttentionTiles,
     choose_tiles,
     with_two_stages,
@@ -31,7 +33,7 @@ from argosy_engine.triton_kernels.launch import launch
 from argosy_engine.triton_kernels.paged_attention_kernel import paged_attention_kernel
 from argosy_engine.triton_kernels.split_kv import MAX_SEGMENTS, choose_num_segments, merge_segments
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -259,6 +261,11 @@ def _check(
         raise ValueError(
             f"{num_heads} heads share {num_kv_heads} KV heads: "
             f"it must be a multiple, up to {MAX_GROUP_SIZE} times as many"
+        )
+    if head_dim > WIDE_HEAD_DIM and num_heads > MAX_WIDE_GROUP_SIZE * num_kv_heads:
+        raise ValueError(
+            f"{num_heads} heads of {head_dim} elements share {num_kv_heads} KV heads: up to {MAX_WIDE_GROUP_SIZE} may "
+            f"share one of more than {WIDE_HEAD_DIM}"
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(

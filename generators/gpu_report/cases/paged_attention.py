@@ -39,6 +39,15 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         yield _case(mode, head_dim=256, group_size=2, logit_softcap=50.0)
         yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
         yield _case(mode, group_size=5, chunk_size=8192)
+    for mode in ("prefill", "split decode"):  # Gemma 4
+        for dtype in (torch.bfloat16, torch.float16):
+            yield _case(mode, head_dim=512, group_size=8, dtype=dtype)
+        if traits.has_fp8:
+            yield _case(mode, head_dim=512, group_size=8, kv_dtype=_FP8)
+            yield _case(mode, head_dim=512, group_size=8, out="FP8 with one scale")
+            yield _case(mode, head_dim=512, group_size=8, kv_dtype=_FP8, out="FP8 with one scale")
+    if traits.has_fp8:
+        yield _case("split decode", head_dim=512, group_size=8, out="FP8")
     yield _case("drafts", head_dim=128)
     if traits.has_fp8:
         yield from _fp8_results(traits)

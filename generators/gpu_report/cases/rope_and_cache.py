@@ -23,7 +23,7 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                     _call(tokens, 128, dtype, has_norm=bool(norm)),
                     is_sampled=tokens == 4096 and dtype is torch.bfloat16 and bool(norm),
                 )
-    for head_dim in (64, 80, 96, 112, 256):
+    for head_dim in (64, 80, 96, 112, 256, 512):
         yield Case(f"bf16, 1 token, head_dim {head_dim}", _call(1, head_dim, torch.bfloat16))
     yield Case(
         "bf16, 4096 tokens, head_dim 256, q/k norm with 1 + weight",

@@ -278,7 +278,8 @@ class KVCacheManager:
             return []
         num_blocks = -(-num_tokens // self.block_size)
         num_needed = []
-        for group, block_ids in zip(self.groups, request.block_ids, strict=False):
+        for index, group in enumerate(self.groups):
+            block_ids = request.block_ids[index]
             if not group.keeps_all:
                 self._skip(request, group, block_ids)
             num_needed.append(num_blocks - len(block_ids))
@@ -291,7 +292,7 @@ class KVCacheManager:
             new_ids.append(self.states.grow(request, request.block_ids[-1], num_tokens))
             self._announce_chunks(request)
         request.num_allocated_tokens = num_blocks * self.block_size
-        if request.num_reserved_blocks or request.num_allocated_tokens < request.num_tokens:
+        if request.num_reserved_blocks or num_tokens < request.num_tokens:
             self._reserve(request)
         self._register(request, num_tokens)
         return new_ids
