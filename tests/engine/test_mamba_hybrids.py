@@ -82,6 +82,11 @@ def test_ranks_have_the_logits_of_transformers(
     check_ranks(reference, tmp_path, num_ranks, has_whole_experts=has_whole_experts)
 
 
+@pytest.mark.parametrize(("num_ranks", "groups"), [(2, 1), (4, 2)])
+def test_ranks_of_nemotron_h_share_groups(num_ranks: int, groups: int, tmp_path: Path) -> None:
+    check_ranks(write_checkpoint("nemotron_h", tmp_path, n_groups=groups), tmp_path, num_ranks)
+
+
 @pytest.mark.parametrize("norm", [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}])
 @pytest.mark.parametrize("size", [{}, {"mamba_d_ssm": 128}])
 def test_ranks_of_falcon_h1_share_a_group_with_any_norm(

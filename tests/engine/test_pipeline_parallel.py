@@ -209,6 +209,7 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
         ("granitemoehybrid", 2, {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2}),
         ("falcon_h1", 2, {"mamba_rms_norm": True, **FALCON_FACTORS}),
         ("lfm2", 3, {}),
+        ("nemotron_h", 2, {}),
     ],
 )
 def test_each_stage_keeps_the_states_of_its_layers(

@@ -67,15 +67,17 @@ class NemotronH(Decoder[NemotronHLayer]):
         )
 
     def make_layers(self, factory: LayerFactory) -> list[NemotronHLayer]:
-        config, attention = self.config, iter(self.config.attention_layers)
+        config = self.config
+        attention = dict(zip(config.layers_with_attention, config.attention_layers, strict=True))
         layers = []
-        for index, kind in enumerate(config.layer_types):
+        for index in factory.own_indices(config.num_hidden_layers):
+            kind = config.layer_types[index]
             prefix = f"backbone.layers.{index}."
             block: LlamaAttention | MambaMixer | MLP
             if kind == "linear_attention":
                 block = MambaMixer(config, factory, prefix + "mixer.")
             elif kind == "full_attention":
-                block = LlamaAttention(config, factory, prefix + "mixer.", index, next(attention), None)
+                block = LlamaAttention(config, factory, prefix + "mixer.", index, attention[index], None)
             else:
                 block = self._mlp(factory, prefix, index)
             layers.append(NemotronHLayer(config, factory, prefix, block))
