@@ -29,8 +29,11 @@ def test_prompts_decodes_and_chunks_are_right(version, capability, block_size, m
     fake_flash_attn.install(monkeypatch, tmp_path, version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert installed_versions() == (version,)
-    assert select_backend(needs(block_size, FULL, LOCAL), "flash_attn").name == "flash_attn"
-    assert self_test("flash_attn", needs(block_size, FULL, LOCAL), torch.bfloat16, CPU) is None
+    for layer in (FULL, LOCAL):
+        assert select_backend(needs(block_size, layer), "flash_attn").name == "flash_attn"
+        assert self_test("flash_attn", needs(block_size, layer), torch.bfloat16, CPU) is None
+    with pytest.raises(ConfigError, match="the same number and size of KV heads"):
+        select_backend(needs(block_size, FULL, LOCAL), "flash_attn")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_a_device_that_no_installed_version_computes_on_is_refused(monkeypatch, 
         (
             (3,),
             needs(16, AttentionParams(num_heads=1, num_kv_heads=1, head_dim=512, scale=1.0)),
-            "more than 256",
+            "up to 256",
         ),
     ],
 )

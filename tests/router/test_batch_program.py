@@ -178,6 +178,7 @@ class HangingProgram:
         self.num_asked = 0
         self._answered = f"account: {answered}\r\n".encode()
         self._writers: list[asyncio.StreamWriter] = []
+        self._is_cutting = False
         self.bodies: list[bytes] = []
 
     @asynccontextmanager
@@ -189,7 +190,8 @@ class HangingProgram:
             server.close()
 
     def cut(self) -> None:
-        """Cut the connections of requests that have no answer."""
+        """Cut the connections of requests that have no answer, and of those that are asked again."""
+        self._is_cutting = True
         for writer in self._writers:
             writer.transport.abort()
 
@@ -202,6 +204,9 @@ class HangingProgram:
                 ]
                 self.bodies.append(await reader.readexactly(int(lengths[0][15:]) if lengths else 0))
                 if self._answered not in head:
+                    if self._is_cutting:
+                        writer.transport.abort()
+                        return
                     self._writers.append(writer)
                     await self.may_answer.wait()
                 writer.write(
