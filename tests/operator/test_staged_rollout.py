@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import gc
+import logging
 from typing import Any
 
 import pytest
@@ -355,8 +356,12 @@ async def test_a_replica_that_moves_to_another_node_keeps_its_image_while_a_chan
 
 
 @virtual_time
-async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept() -> None:
-    """Whoever creates and deletes services would fill the memory: each may take half a megabyte."""
+async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever creates and deletes services would fill the memory: each may take half a megabyte. pytest keeps what is
+    logged, with an error's frames and what they hold."""
+    monkeypatch.setattr(logging.getLogger("argosy_operator"), "propagate", False)
     cluster = new_cluster()
     mark = {"name": "MARK", "value": "deleted"}
     names = await services(cluster, 4, engine={"env": [mark]})
@@ -368,10 +373,14 @@ async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept() -
             cluster.remove((INFERENCE_SERVICES, "team", name))
         await operator.settle()
         gc.collect()
-        kept = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
-        assert not [
-            each for each in kept if "status" in each and mark in each["spec"]["engine"].get("env", ())
+        services_kept = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
+        kept = [
+            each
+            for each in services_kept
+            if "status" in each and mark in each["spec"]["engine"].get("env", ())
         ]
+        del services_kept
+        assert not kept, f"held by {[gc.get_referrers(*gc.get_referrers(each)) for each in kept]}"[:4000]
 
 
 @pytest.mark.parametrize("is_written", [True, False])
