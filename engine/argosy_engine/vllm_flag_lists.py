@@ -72,7 +72,10 @@ ONE_BACKEND = "there is one backend of grammars, xgrammar"
 ANY_WHITESPACE = (
     "grammars allow white space in JSON; a request forbids it: structured_outputs.disable_any_whitespace"
 )
-NO_PLUGIN_OF_REASONING = "--tool-parser-plugin is for tool calls only"
+NO_PLUGIN_OF_REASONING = (
+    "the chat template or --reasoning-parser tells the form of the reasoning; --tool-parser-plugin is for tool calls "
+    "only"
+)
 _SAYS_CAPTURED = "--compilation-config says what is captured"
 _NO_SWAP = "preempted requests are computed anew"
 _NOT_MEASURED = "it is not measured"
@@ -184,7 +187,12 @@ REFUSED = (
         neutral=("auto", "hf"),
     ),
     VllmFlag("hf-config-path", "the configuration is that of the model's directory"),
-    VllmFlag("task", "--runner and --convert say what a model does", neutral=("auto", "generate")),
+    VllmFlag(
+        "task",
+        "a model that was made to embed or to classify needs no flag, another one --runner pooling, and --convert "
+        "says what it computes",
+        neutral=("auto", "generate"),
+    ),
     VllmFlag("response-role", "answers have the role assistant", neutral=("assistant",)),
     VllmFlag("tool-server", "the server calls no tools"),
     VllmFlag("grpc", "there is no gRPC server", True),

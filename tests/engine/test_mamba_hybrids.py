@@ -252,7 +252,7 @@ def config_of(model_type: str, **fields: Any) -> MambaHybridConfig:
 @pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
-        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit.*; leave out --model-impl argosy"),
         ("bamba", {"time_step_limit": None}, "time_step_limit"),
         ("granitemoehybrid", {"time_step_limit": [0.01, math.inf]}, "time_step_limit"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
@@ -264,7 +264,7 @@ def config_of(model_type: str, **fields: Any) -> MambaHybridConfig:
         ("bamba", {"mamba_d_conv": 1}, "mamba_kernel_size"),
         ("bamba", {"mamba_d_state": 10**9}, "mamba_state_size"),
         ("bamba", {"hidden_act": "gelu"}, "activation 'gelu'"),
-        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit.*; --model-impl transformers"),
         ("nemotron_h", {"mamba_dt_limit": [0.01, math.inf]}, "time_step_limit"),
         ("nemotron_h", {"layers_block_type": ["moe", "mlp", "linear_attention"]}, "no layer has attention"),
         ("nemotron_h", {"layers_block_type": ["hybrid", "full_attention"]}, "layer type 'hybrid'"),

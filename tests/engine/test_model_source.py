@@ -108,6 +108,25 @@ def test_what_the_engine_does_not_serve_is_refused_before_any_weight(
         assert source.paths_read() == {"config.json"}
 
 
+def test_what_overrides_make_servable_is_fetched() -> None:
+    publish_tiny("acme/odd", auto_map={"AutoModel": "model.Model"})
+    args = EngineArgs.of(model="acme/odd", hf_overrides={"auto_map": None})
+    diagnose(args)
+    with local_model(args, quiet()) as local:
+        assert load_model_config(Path(local.model), local.model_use).replaced_code is False
+
+
+def test_whose_code_is_asked_for_counts_before_any_weight() -> None:
+    source = publish_tiny("acme/odd", hidden_act="gelu")
+    args = EngineArgs.of(model="acme/odd", model_impl="argosy")
+    with (
+        pytest.raises(ConfigError, match="only silu; leave out --model-impl argosy"),
+        local_model(args, quiet()),
+    ):
+        pass
+    assert source.paths_read() == {"config.json"}
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import warning_once
 
 from argosy_engine import LLM, EngineArgs, SamplingParams
 from argosy_engine.api.doctor import diagnose
@@ -270,6 +272,16 @@ def test_stacked_experts_are_not_read_from_fp8() -> None:
             parse_config({**raw, "quantization_config": refused}, {}, {})
 
 
+def test_doctor_refuses_what_is_found_stacked_and_in_fp8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of these models others have each expert by itself, which is read."""
+    write_checkpoint("qwen3_vl_moe", tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    assert doctor([str(with_tokenizer(tmp_path)), "--device", "cpu"]) == 2
+    assert "stored stacked, which is not supported in FP8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_latent_attention_has_no_window(model_type: str) -> None:
     raw = {**small_config(model_type).to_dict(), "architectures": [architecture_of(model_type)]}
@@ -319,6 +331,25 @@ def test_doctor_says_whose_code_runs_a_model(
     change_config(llama, **fields)
     diagnosis = diagnose(EngineArgs.of(model=str(with_tokenizer(llama)), **flags), MEMORY)
     assert (diagnosis.modelling_code, diagnosis.modelling_reason) == (code, reason)
+
+
+def test_transformers_does_not_warn_of_defaults_that_a_config_does_not_have() -> None:
+    raw = {**small_config("arcee").to_dict(), "architectures": ["ArceeForCausalLM"]}
+    library, told = logging.getLogger("transformers"), logging.handlers.BufferingHandler(100)
+    library.addHandler(told)
+    level = library.level
+    try:
+        library.setLevel(logging.WARNING)
+        warning_once.cache_clear()
+        type(small_config("arcee"))()
+        assert told.buffer
+        told.flush()
+        warning_once.cache_clear()
+        parse_config(raw, {}, {})
+    finally:
+        library.setLevel(level)
+        library.removeHandler(told)
+    assert not told.buffer
 
 
 def test_doctor_names_an_architecture_that_is_not_ours(

@@ -28,6 +28,7 @@ from argosy_engine.checkpoint.stored_tensors import (
     check_further_layers,
     check_label_head,
     check_names,
+    with_stored_experts,
     with_stored_head,
 )
 from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_tokenizer
@@ -178,6 +179,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
                 check_further_layers(path, config, elements)
                 elements = used_elements(config, elements)
                 check_names(path, config, elements)
+                config = with_stored_experts(path, config)
             elif config.wrapper is None and not isinstance(config, EncoderConfig):
                 check_further_layers(path, config, elements)
                 check_label_head(path, config, elements)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors
@@ -39,8 +39,8 @@ NO_HEAD = (
 """What to do where there is no head."""
 
 NO_SCORE = (
-    "a classifier has a head of its own for its labels: take a checkpoint that was trained with one, leave out "
-    "--convert classify, or name tokens whose logits score a prompt, by --hf-overrides "
+    "a classifier has a head of its own for its labels: take a checkpoint that was trained with one, let this one "
+    "embed (--convert embed), or name tokens whose logits score a prompt, by --hf-overrides "
     '\'{"classifier_from_token": ["no", "yes"]}\''
 )
 """The same for the labels' head."""
@@ -73,7 +73,7 @@ def with_stored_experts(path: Path, config: Config) -> Config:
     """Return the config of a checkpoint on disk, with stacked experts if it stores them so and its family may.
 
     Raises:
-        ConfigError: a file is missing or malformed.
+        ConfigError: a file is missing or malformed, or `check_stacked_experts`.
     """
     experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
     if experts is None or experts.names.or_stacked is None:
@@ -91,7 +91,30 @@ def with_stored_experts(path: Path, config: Config) -> Config:
     names = msgspec.structs.replace(names, stacked=names.or_stacked, or_stacked=None)
     if names.may_be_transposed:  # a shape that is neither does not fit the plan of the weights
         names = msgspec.structs.replace(names, is_transposed=tuple(shape[1:2]) != (2 * experts.inner,))
-    return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
+    config = msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
+    check_stacked_experts(config)
+    return config
+
+
+def check_stacked_experts(config: ModelConfig) -> None:
+    """
+    Raises:
+        ConfigError: experts are stored stacked and in FP8, which no code reads.
+    """
+    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
+    quantization = config.quantization
+    if quantization is None or experts is None or experts.names.stacked is None:
+        return
+    for index, is_sparse in enumerate(experts.is_sparse):
+        prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
+        is_quantised = quantization.block is not None or any(
+            quantization.quantises(prefix + name) for name in experts.names.stacked
+        )
+        if is_sparse and is_quantised:
+            raise ConfigError(
+                f"the experts of {config.architecture} are stored stacked, which is not supported in FP8; take a "
+                f"checkpoint with unquantised experts, {OTHER_ENGINES}"
+            )
 
 
 def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None:

@@ -110,7 +110,7 @@ def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> I
         return
     with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
         with _fetch_errors(), display or progress_display() as progress:
-            check = partial(check_fetched_config, uri.name)
+            check = partial(check_fetched_config, uri.name, use=args.model_use)
             pull_headers(uri, Path(directory), progress=progress, check_config=check)
         yield Path(directory)
 
@@ -141,7 +141,7 @@ def _pull(
             uri,
             progress=progress,
             download_dir=args.download_dir,
-            check_config=partial(check_fetched_config, uri.name),
+            check_config=partial(check_fetched_config, uri.name, use=args.model_use),
             has_weights=args.load_format != "dummy",
             cancelled=cancelled,
         )

@@ -301,10 +301,7 @@ def _check_nemotron(raw: RawConfig) -> None:
         *([("mlp_bias", False, (False, None))] if has_experts and has_latents else ()),
     ):
         if (found := raw.get(name, default)) not in allowed:
-            raise NotOurs(
-                f"{name} {found!r} is not supported for Nemotron-H, only {allowed[0]!r}; --model-impl transformers "
-                "runs transformers' code, which lets no step size of a prompt be smaller than time_step_min"
-            )
+            raise NotOurs(f"{name} {found!r} is not supported for Nemotron-H, only {allowed[0]!r}")
 
 
 def _nemotron_h(raw: RawConfig) -> dict[str, Any]:

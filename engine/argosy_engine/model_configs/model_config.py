@@ -40,6 +40,7 @@ class NotOurs(ConfigError):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}; {remedy}" if remedy else reason)
         self.reason = reason
+        self.remedy = remedy
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
@@ -157,9 +157,15 @@ def _without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _known_fields(config_class: Any) -> set[str]:
     """Return the names of the fields that a config class of transformers reads."""
-    with suppress(Exception):  # classes without defaults that fit each other
+    library = logging.getLogger("transformers")
+    level = library.level
+    library.setLevel(logging.ERROR)  # it warns of defaults, which are not this model's
+    try:
         return {*config_class().to_dict(), *config_class.attribute_map, "rope_scaling", "rope_theta"}
-    return set()
+    except Exception:  # classes without defaults that fit each other
+        return set()
+    finally:
+        library.setLevel(level)
 
 
 def _within(layer: AttentionParams, positions: int) -> AttentionParams:

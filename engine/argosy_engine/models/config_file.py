@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from argosy_engine.checkpoint.stored_tensors import check_stacked_experts
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.encoder_config import EncoderConfig
-from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
@@ -27,6 +27,7 @@ from argosy_engine.model_configs.transformers_config import (
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
     READ_OF_WRAPPERS,
+    WRAPPER,
     is_wrapper,
     native_text_part,
     text_quantization,
@@ -41,6 +42,7 @@ REPLACED_CODE = (
     "and its code runs instead"
 )
 """What the log says about a config whose code is ignored."""
+_OF_POOLING = "that of models that pool often lets tokens attend to later ones"
 
 
 def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfig:
@@ -71,8 +73,7 @@ def load_model_config(path: Path, use: ModelUse | None = AS_IT_IS) -> ModelConfi
     head = config.head_pooling if isinstance(config, EncoderConfig) else None
     spec = pooling_spec(path, raw, use, is_wrapped=is_wrapped, encoder_head=head)
     if spec is not None and config.replaced_code:
-        reason = "that of models that pool often lets tokens attend to later ones"
-        raise ConfigError(f"{file}: {_code_refusal(raw['auto_map'], reason)}")
+        raise ConfigError(f"{file}: {_code_refusal(raw['auto_map'], _OF_POOLING)}")
     config = msgspec.structs.replace(config, pooling=spec)
     if unread := overrides.keys() - raw.read:
         raise ConfigError(
@@ -139,7 +140,7 @@ def parse_config(
         return _config(raw, architecture, model_impl, common)
     except NotOurs as reason:
         if not registry.falls_back(architecture, model_impl):
-            raise
+            raise NotOurs(reason.reason, reason.remedy or registry.remedy_of(architecture)) from None
         try:
             if wrapper is not None:  # transformers' model has the wrapper's config
                 return parse_config(whole, generation, hf_quant_config, "transformers")
@@ -177,19 +178,7 @@ def _check_quantised_experts(config: ModelConfig) -> None:
                 f"{config.architecture}; take the unquantised checkpoint or one in FP8, {OTHER_ENGINES}"
             )
         return
-    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
-    if experts is None or experts.names.stacked is None:
-        return
-    for index, is_sparse in enumerate(experts.is_sparse):
-        prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
-        is_quantised = quantization.block is not None or any(
-            quantization.quantises(prefix + name) for name in experts.names.stacked
-        )
-        if is_sparse and is_quantised:
-            raise ConfigError(
-                f"the experts of {config.architecture} are stored stacked, which is not supported in FP8; take a "
-                "checkpoint with unquantised experts"
-            )
+    check_stacked_experts(config)
 
 
 def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tuple[_WatchedConfig, str]:
@@ -209,8 +198,11 @@ def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tupl
     return text, _architecture(text)
 
 
-def check_config(raw: RawConfig) -> ModelConfig:
+def check_config(raw: RawConfig, use: ModelUse = AS_IT_IS) -> ModelConfig:
     """Check that a model with this config.json can be served, before anything else of it is fetched.
+
+    Args:
+        use: of it the overrides and whose code runs the model.
 
     Returns:
         the config, as far as config.json alone tells it.
@@ -218,7 +210,7 @@ def check_config(raw: RawConfig) -> ModelConfig:
     Raises:
         ConfigError: as `load_model_config`.
     """
-    return parse_config(raw, {}, {})
+    return parse_config(_overridden(raw, use.hf_overrides.of_config()), {}, {}, use.model_impl)
 
 
 def _architecture(raw: RawConfig) -> str:
@@ -284,9 +276,12 @@ def _without_code(raw: _WatchedConfig, architecture: str) -> tuple[_WatchedConfi
     if not auto_map:
         return raw, False
     if not _is_known_code(auto_map, architecture, raw.get("model_type")):
-        raise _code_refusal(
-            auto_map, f"it is not called like code of ours or transformers' for {architecture}"
-        )
+        reason = f"it is not called like code of argosy or transformers for {architecture}"
+        if registry.pooling_task(architecture) is not None:
+            reason = _OF_POOLING
+        elif architecture.endswith(WRAPPER):
+            reason = "that of models for images often computes something else under the same names"
+        raise _code_refusal(auto_map, reason)
     return raw.without("auto_map"), True
 
 
@@ -294,7 +289,7 @@ def _code_refusal(auto_map: Any, reason: str) -> ConfigError:
     classes = sorted(auto_map) if isinstance(auto_map, dict) else auto_map
     return ConfigError(
         f"auto_map asks to run Python code that comes with the checkpoint ({classes}); that is never done, and "
-        f"{reason}. If the architecture is one that is served without it, add "
+        f"{reason}. If argosy's or transformers' own code is known to compute the same, add "
         "--hf-overrides '{\"auto_map\": null}'"
     )
 

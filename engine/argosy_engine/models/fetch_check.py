@@ -12,6 +12,7 @@ from typing import Any
 from argosy_engine.checkpoint.folder_check import check_folder
 from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.sharding import check_tensor_parallel
 from argosy_engine.model_configs.stage import check_pipeline_parallel
 from argosy_engine.models.config_file import check_config, load_model_config
@@ -26,6 +27,7 @@ def check_fetched_config(
     pipeline: int = 1,
     data: int = 1,
     expert: bool = False,
+    use: ModelUse = AS_IT_IS,
 ) -> None:
     """Check the content of a config.json, and that the model can be divided among the devices.
 
@@ -33,12 +35,13 @@ def check_fetched_config(
         source: the model's name, for the message.
         tensor: `--tensor-parallel-size`; the others are those of `--pipeline-parallel-size`, `--data-parallel-size`
             and `--enable-expert-parallel`.
+        use: see `check_config`.
 
     Raises:
         UnsupportedModel: the engine does not serve such a model.
     """
     try:
-        model = check_config(config)
+        model = check_config(config, use)
         check_tensor_parallel(model, tensor, expert, data)
         check_pipeline_parallel(model, pipeline)
     except ConfigError as error:

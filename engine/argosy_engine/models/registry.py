@@ -132,6 +132,8 @@ _FAMILIES = {
 """By the architecture that generates."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' architectures that generate text."""
+_NO_IMPL_ARGOSY = "leave out --model-impl argosy, and transformers' code runs it, if it can"
+"""Remedy where only transformers' code may run a model."""
 _POOLED: dict[str, PoolingTask] = {"ForSequenceClassification": "classify", "Model": "embed"}
 """Those of the same decoders with another head or none, and what they are for."""
 _GENERATING = {
@@ -167,7 +169,7 @@ def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
     if model_impl == "argosy":
         raise NotOurs(
             f"{architecture} is not an architecture of argosy's own",
-            "leave out --model-impl argosy, and transformers' code runs it, if it can",
+            _NO_IMPL_ARGOSY,
         )
     return False
 
@@ -249,6 +251,16 @@ def falls_back(architecture: str, model_impl: ModelImpl) -> bool:
     with: it takes no place that it is not asked to take.
     """
     return model_impl == "auto" and _GENERATING.get(architecture) not in (None, _NEMOTRON)
+
+
+def remedy_of(architecture: str) -> str:
+    """Return what to do where `falls_back` is false, though transformers' code may run the model."""
+    if _GENERATING.get(architecture) == _NEMOTRON:
+        return (
+            "--model-impl transformers runs transformers' code, which lets no step size of a prompt be smaller than "
+            "time_step_min"
+        )
+    return _NO_IMPL_ARGOSY
 
 
 def architectures() -> list[str]:

@@ -353,4 +353,7 @@ def _chosen(template: str | None, marks: tuple[tuple[tuple[str, ...], str], ...]
 
 
 def _unknown(flag: str, name: str, known: Mapping[str, object]) -> ConfigError:
-    return ConfigError(f"{flag} {name}: there is no such parser; there are: {', '.join(sorted(known))}")
+    return ConfigError(
+        f"{flag} {name}: there is no such parser; leave the flag out, and the chat template tells the form, or give "
+        f"one of {', '.join(sorted(known))}"
+    )

@@ -371,8 +371,9 @@ def wanted_model_len(args: EngineArgs, config: ModelConfig) -> int:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} exceeds the model's {config.max_position_embeddings} positions: "
             f"give at most {config.max_position_embeddings} or leave it out; if the model's card says how it goes "
-            "further, "
-            '--hf-overrides sets it, such as \'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
+            "further, --hf-overrides sets it: "
+            f"'{{\"max_position_embeddings\": {args.max_model_len}}}' if nothing is scaled, or such as "
+            '\'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
             f'"original_max_position_embeddings": {config.max_position_embeddings}}}}}\''
         )
     return args.max_model_len
