@@ -254,7 +254,7 @@ def _stage_budget(
     elements = stage_elements(config, elements, stage)
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:
-        elements = rank_elements(config, elements, ranks, expert_size)
+        elements = rank_elements(config, elements, ranks, expert_size, stage)
     activations = estimate_activations(config, args, itemsize, backend)
     return plan_memory(
         args,
@@ -268,7 +268,7 @@ def _stage_budget(
             stage,
             state_itemsize=itemsize,
         ),
-        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
+        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks, stage),
         activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )
 

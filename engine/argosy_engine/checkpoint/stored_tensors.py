@@ -25,7 +25,7 @@ from argosy_engine.model_configs.wrapper_config import text_tensors
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """Tensor of a decoder's head for sequence classification, by the name that all families have for it."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
 """How the families' names of the embedding end."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
 _CHUNK_BYTES = 4 << 20
@@ -103,7 +103,7 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
     """
     check_label_head(path, config, names)
     missing = []
-    if not any(name.endswith(_EMBEDDINGS) for name in names):
+    if not any(name.endswith(EMBEDDINGS) for name in names):
         missing.append("the embedding is missing")
     if HEAD not in names and config.pooling is None and not config.tie_word_embeddings:
         missing.append(f"{HEAD} is missing, and {NO_HEAD}")
@@ -164,7 +164,7 @@ def _has_own_head(path: Path, *, is_wrapped: bool) -> bool:
             place = (shard.file, shard.data_start, tensor)
             if name == HEAD:
                 heads.append(place)
-            elif name.endswith(_EMBEDDINGS):
+            elif name.endswith(EMBEDDINGS):
                 embeddings.append(place)
     if not heads or len(embeddings) != 1:
         return False  # the check against the plan of the weights names what is missing
