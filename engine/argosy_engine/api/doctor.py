@@ -28,6 +28,7 @@ from argosy_engine.checkpoint.stored_tensors import (
     check_further_layers,
     check_label_head,
     check_names,
+    with_stored_experts,
     with_stored_head,
 )
 from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_tokenizer
@@ -174,6 +175,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
             if not is_foreign:  # whose loader knows other names
+                config = with_stored_experts(path, config)
                 elements = text_tensors(elements) if config.wrapper is not None else elements
                 check_further_layers(path, config, elements)
                 elements = used_elements(config, elements)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors
@@ -28,6 +28,8 @@ SCORE = "score.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
 """How the families' names of the embedding end."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
+_PLAIN = ("BF16", "F16", "F32")
+"""Dtypes of weights that are not quantised."""
 _CHUNK_BYTES = 4 << 20
 _MAX_SHOWN = 6
 """Layers that an error message lists."""
@@ -73,24 +75,30 @@ def with_stored_experts(path: Path, config: Config) -> Config:
     """Return the config of a checkpoint on disk, with stacked experts if it stores them so and its family may.
 
     Raises:
-        ConfigError: a file is missing or malformed.
+        ConfigError: a file is missing or malformed, or stacked experts are quantised.
     """
     experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
     if experts is None or experts.names.or_stacked is None:
         return config
-    names, (gate_up, _) = experts.names, experts.names.or_stacked
-    end = f".{experts.mlp}{names.experts}{gate_up}"
-    shapes = (
-        stored.shape
-        for shard in read_shards(path)
-        for name, stored in shard.tensors.items()
-        if name.endswith(end)
-    )
-    if (shape := next(shapes, None)) is None:
+    names = experts.names
+    ends = tuple(f".{experts.mlp}{names.experts}{each}" for each in experts.names.or_stacked)
+    shape: tuple[int, ...] | None = None
+    for shard in read_shards(path):
+        for name, stored in shard.tensors.items():
+            if not name.endswith(ends):
+                continue
+            if stored.dtype not in _PLAIN:
+                raise ConfigError(
+                    f"{name} of {path} has all experts of a layer in {stored.dtype}, which is not supported; take a "
+                    f"checkpoint with unquantised experts, {OTHER_ENGINES}"
+                )
+            if shape is None and name.endswith(ends[0]):
+                shape = tuple(stored.shape)
+    if shape is None:
         return config
     names = msgspec.structs.replace(names, stacked=names.or_stacked, or_stacked=None)
     if names.may_be_transposed:  # a shape that is neither does not fit the plan of the weights
-        names = msgspec.structs.replace(names, is_transposed=tuple(shape[1:2]) != (2 * experts.inner,))
+        names = msgspec.structs.replace(names, is_transposed=shape[1:2] != (2 * experts.inner,))
     return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
 
 
