@@ -263,6 +263,30 @@ def renderer_with(path: Path, special_tokens: list[str], parsers: ParserConfig) 
     return Renderer(config, parsers)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "thought"),
+    [
+        ("Here is my thought process:\nI greet. Here is my response: Hello, then.", "I greet. "),
+        ("Here's my thought process: Hm.\n\nHere's my response:\nHello.", " Hm."),
+        ('Here\'s my thought process:Hm.\nHere is my response:<|tool_call|>[{"name": "ping"}]', "Hm."),
+        ("Here is my thought process: Hm, what", " Hm, what"),
+        ("Hello.", ""),
+    ],
+)
+def test_reasoning_that_sentences_mark_is_counted_by_its_text(
+    text: str, thought: str, stream: bool, tmp_path: Path
+) -> None:
+    """Their tokens depend on what stands before them, and there are two of each."""
+    granite = renderer_with(
+        tmp_path, [], ParserConfig(tool_call_parser="granite", reasoning_parser="granite")
+    )
+    made = formatted(granite, tools=[PING])
+    count = len(granite.tokenizer.encode(thought, add_special_tokens=False).ids)
+    assert counted(made, outputs(granite, text, in_parts=stream), stream=stream) == count
+    assert not made.is_reasoning
+
+
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """A renderer for a model that writes the Harmony format."""

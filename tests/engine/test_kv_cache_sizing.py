@@ -33,16 +33,19 @@ from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.frontend.memory_report import budget_table
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.sharding import Sharding
+from argosy_engine.model_configs.stage import all_stages
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.loader import plan_weights
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.device import DeviceMemory, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
+    estimate_weights,
     plan_memory,
     planned_groups,
     rank_elements,
     scarcest,
+    stage_elements,
 )
 from transformers_checkpoints import small_config, write_checkpoint
 
@@ -189,6 +192,23 @@ def test_ranks_that_share_groups_hold_them_whole(groups: int, tmp_path: Path) ->
     replicated = held["replicated"] - len(config.attention_layers) * config.replicated_elements(4)
     assert own == told + replicated
     assert replicated > 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_tied"), [("lfm2_moe", True), ("nemotron_h", False), ("granitemoehybrid", False)]
+)
+def test_stages_hold_their_layers_and_what_is_at_either_end(
+    model_type: str, is_tied: bool, tmp_path: Path
+) -> None:
+    write_checkpoint(model_type, tmp_path, tie_word_embeddings=is_tied)
+    config, stored = load_model_config(tmp_path), checkpoint_elements(tmp_path)
+    small = 10 * config.hidden_size  # norms, and rotations that a model has once
+    for stage in all_stages(4):
+        planned = plan_weights(config, torch.float32, stage=stage).elements
+        told = stage_elements(config, stored, stage)
+        assert abs(sum(told.values()) - sum(planned.values())) < small
+        bytes_of = [estimate_weights(config, each, 4, "cpu", 1, stage) for each in (planned, told)]
+        assert abs(bytes_of[0] - bytes_of[1]) < 4 * small
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -272,16 +272,6 @@ def test_stacked_experts_are_not_read_from_fp8() -> None:
             parse_config({**raw, "quantization_config": refused}, {}, {})
 
 
-def test_doctor_refuses_what_is_found_stacked_and_in_fp8(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of these models others have each expert by itself, which is read."""
-    write_checkpoint("qwen3_vl_moe", tmp_path)
-    change_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
-    assert doctor([str(with_tokenizer(tmp_path)), "--device", "cpu"]) == 2
-    assert "stored stacked, which is not supported in FP8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_latent_attention_has_no_window(model_type: str) -> None:
     raw = {**small_config(model_type).to_dict(), "architectures": [architecture_of(model_type)]}

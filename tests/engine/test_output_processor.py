@@ -621,6 +621,9 @@ def test_no_grammar_waits_for_reasoning_that_sentences_mark(
         "Here is my thought process:a\nHere is my response:b", True
     )
     assert (parsed.reasoning, parsed.content) == ("a", "b")
+    assert renderer.render_chat(msgspec.structs.replace(request, thinking_token_budget=-1)) == prompt
+    with pytest.raises(InvalidRequest, match="which sentences mark"):
+        renderer.render_chat(msgspec.structs.replace(request, thinking_token_budget=3))
 
 
 class ForgetfulClient(FakeClient):

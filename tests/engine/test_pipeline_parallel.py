@@ -23,6 +23,7 @@ from argosy_engine.messages.core_messages import EngineCoreRequest
 from argosy_engine.model_configs.stage import Stage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from engine_processes import worker_path
+from gemma4_shapes import EXPERTS as GEMMA4_EXPERTS
 from preemptions import PreemptionCounter
 from processes import is_alive, wait_until, workers
 from random_checkpoints import KINDS, make_checkpoint
@@ -230,6 +231,24 @@ def test_stages_of_ranks_that_share_a_group(tmp_path: Path) -> None:
     with thread_workers():
         found = served(reference, tmp_path, model_impl="argosy", **flags)
     assert found[:2] == ("served", "")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("nemotron_h", {"moe_latent_size": 40, "n_groups": 1}),
+        ("lfm2_moe", {"tie_word_embeddings": True}),
+        ("gemma4_text", GEMMA4_EXPERTS),
+    ],
+)
+def test_stages_of_ranks_that_divide_experts(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Whole experts, beside states, caches with pages of two sizes, or an embedding that is at both ends."""
+    reference = write_checkpoint(model_type, tmp_path, **fields)
+    flags = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with thread_workers():
+        found = served(reference, tmp_path, model_impl="argosy", **flags)
+    assert found[:2] == ("served", "")
+    assert found.cached_tokens
 
 
 @pytest.mark.parametrize("rank", [0, 1])

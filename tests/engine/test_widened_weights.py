@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.checkpoint.model_path import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import plan_weights
+from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from fp8_checkpoints import quantize_checkpoint, write_packed_experts
+from gemma4_shapes import EXPERTS as GEMMA4_EXPERTS
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import write_checkpoint
@@ -47,6 +52,35 @@ def test_blocks_count_for_what_they_stand_for(model_type: str, form: str, tmp_pa
         assert torch.equal(logits_of(tmp_path), expected)
     ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
     torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "form"),
+    [
+        ("qwen3_vl_moe", {}, "compressed-tensors-channel"),
+        ("qwen3_vl_moe", {}, "fp8-block"),
+        ("gemma4_text", GEMMA4_EXPERTS, "compressed-tensors-block"),
+    ],
+)
+def test_stacked_experts_stay_unquantised_among_fp8_layers(
+    model_type: str, fields: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    """They are no linear layers, so that no list of exceptions names them. What they are stored in counts."""
+    write_checkpoint(model_type, tmp_path, **fields)
+    quantize_checkpoint(tmp_path, form)
+    shutil.copy(resolve_model("builtin://tiny") / "tokenizer.json", tmp_path)
+    args, memory = EngineArgs.of(model=str(tmp_path)), DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30)
+    with torch.inference_mode():
+        expected = logits_of(tmp_path / "widened")
+        torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    assert diagnose(args, memory).modelling_code == "argosy"
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    name = next(name for name in stored if name.endswith("experts.down_proj"))
+    save_file(stored | {name: stored[name].to(torch.float8_e4m3fn)}, file)
+    for start in (lambda: logits_of(tmp_path), lambda: diagnose(args, memory)):
+        with pytest.raises(ConfigError, match=r"experts\.down_proj of .* in F8_E4M3, which is not supported"):
+            start()
 
 
 def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path: Path) -> None:

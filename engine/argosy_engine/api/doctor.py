@@ -175,6 +175,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
             if not is_foreign:  # whose loader knows other names
+                config = with_stored_experts(path, config)
                 elements = text_tensors(elements) if config.wrapper is not None else elements
                 check_further_layers(path, config, elements)
                 elements = used_elements(config, elements)
@@ -256,7 +257,7 @@ def _stage_budget(
     elements = stage_elements(config, elements, stage)
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:
-        elements = rank_elements(config, elements, ranks, expert_size)
+        elements = rank_elements(config, elements, ranks, expert_size, stage)
     activations = estimate_activations(config, args, itemsize, backend)
     return plan_memory(
         args,
@@ -270,7 +271,7 @@ def _stage_budget(
             stage,
             state_itemsize=itemsize,
         ),
-        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks),
+        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks, stage),
         activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )
 

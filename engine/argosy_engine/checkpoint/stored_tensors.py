@@ -25,9 +25,11 @@ from argosy_engine.model_configs.wrapper_config import text_tensors
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """Tensor of a decoder's head for sequence classification, by the name that all families have for it."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embeddings.weight")
 """How the families' names of the embedding end."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,5})\.")
+_PLAIN = ("BF16", "F16", "F32")
+"""Dtypes of weights that are not quantised."""
 _CHUNK_BYTES = 4 << 20
 _MAX_SHOWN = 6
 """Layers that an error message lists."""
@@ -73,48 +75,31 @@ def with_stored_experts(path: Path, config: Config) -> Config:
     """Return the config of a checkpoint on disk, with stacked experts if it stores them so and its family may.
 
     Raises:
-        ConfigError: a file is missing or malformed, or `check_stacked_experts`.
+        ConfigError: a file is missing or malformed, or stacked experts are quantised.
     """
     experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
     if experts is None or experts.names.or_stacked is None:
         return config
-    names, (gate_up, _) = experts.names, experts.names.or_stacked
-    end = f".{experts.mlp}{names.experts}{gate_up}"
-    shapes = (
-        stored.shape
-        for shard in read_shards(path)
-        for name, stored in shard.tensors.items()
-        if name.endswith(end)
-    )
-    if (shape := next(shapes, None)) is None:
+    names = experts.names
+    ends = tuple(f".{experts.mlp}{names.experts}{each}" for each in experts.names.or_stacked)
+    shape: tuple[int, ...] | None = None
+    for shard in read_shards(path):
+        for name, stored in shard.tensors.items():
+            if not name.endswith(ends):
+                continue
+            if stored.dtype not in _PLAIN:
+                raise ConfigError(
+                    f"{name} of {path} has all experts of a layer in {stored.dtype}, which is not supported; take a "
+                    f"checkpoint with unquantised experts, {OTHER_ENGINES}"
+                )
+            if shape is None and name.endswith(ends[0]):
+                shape = tuple(stored.shape)
+    if shape is None:
         return config
     names = msgspec.structs.replace(names, stacked=names.or_stacked, or_stacked=None)
     if names.may_be_transposed:  # a shape that is neither does not fit the plan of the weights
-        names = msgspec.structs.replace(names, is_transposed=tuple(shape[1:2]) != (2 * experts.inner,))
-    config = msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
-    check_stacked_experts(config)
-    return config
-
-
-def check_stacked_experts(config: ModelConfig) -> None:
-    """
-    Raises:
-        ConfigError: experts are stored stacked and in FP8, which no code reads.
-    """
-    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
-    quantization = config.quantization
-    if quantization is None or experts is None or experts.names.stacked is None:
-        return
-    for index, is_sparse in enumerate(experts.is_sparse):
-        prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
-        is_quantised = quantization.block is not None or any(
-            quantization.quantises(prefix + name) for name in experts.names.stacked
-        )
-        if is_sparse and is_quantised:
-            raise ConfigError(
-                f"the experts of {config.architecture} are stored stacked, which is not supported in FP8; take a "
-                f"checkpoint with unquantised experts, {OTHER_ENGINES}"
-            )
+        names = msgspec.structs.replace(names, is_transposed=shape[1:2] != (2 * experts.inner,))
+    return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
 
 
 def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None:
@@ -126,7 +111,7 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
     """
     check_label_head(path, config, names)
     missing = []
-    if not any(name.endswith(_EMBEDDINGS) for name in names):
+    if not any(name.endswith(EMBEDDINGS) for name in names):
         missing.append("the embedding is missing")
     if HEAD not in names and config.pooling is None and not config.tie_word_embeddings:
         missing.append(f"{HEAD} is missing, and {NO_HEAD}")
@@ -187,7 +172,7 @@ def _has_own_head(path: Path, *, is_wrapped: bool) -> bool:
             place = (shard.file, shard.data_start, tensor)
             if name == HEAD:
                 heads.append(place)
-            elif name.endswith(_EMBEDDINGS):
+            elif name.endswith(EMBEDDINGS):
                 embeddings.append(place)
     if not heads or len(embeddings) != 1:
         return False  # the check against the plan of the weights names what is missing

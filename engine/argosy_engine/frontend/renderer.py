@@ -168,6 +168,11 @@ class Renderer:
             )
         return self.template is not None and (self.template.has_thinking or self._names_reasoning)
 
+    @property
+    def bounds_thinking(self) -> bool:
+        """Whether `thinking_token_budget` can end the reasoning: its marks have to be found by their tokens."""
+        return self.has_thinking and not self.parsers.reasoning_parser.is_prose
+
     def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
         """Return the template of a chat: the request's own, if it has one, else the model's.
 
@@ -347,7 +352,7 @@ class Renderer:
             end_ids: tokens that end the block, if not the parser's.
 
         Raises:
-            InvalidRequest: the model does not reason.
+            InvalidRequest: the model does not reason, or its reasoning cannot be bounded.
         """
         if request.thinking_token_budget in (None, -1):
             return prompt
@@ -355,6 +360,12 @@ class Renderer:
             raise InvalidRequest(
                 "thinking_token_budget needs a model that reasons; if this one does, start the engine with "
                 "--reasoning-parser",
+                param="thinking_token_budget",
+            )
+        if not self.bounds_thinking:
+            raise InvalidRequest(
+                f"thinking_token_budget cannot end the reasoning of this model, which sentences mark "
+                f"({self._thought_marks[1]!r}), not tokens; leave it out, or bound the answer by max_tokens",
                 param="thinking_token_budget",
             )
         start, end = (tuple(ids) for ids in self._thought_ids)

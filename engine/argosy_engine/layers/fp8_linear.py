@@ -28,7 +28,6 @@ from argosy_engine.layers.linear_method import (
     take_expert,
     take_fused,
     take_stacked,
-    unsupported_experts,
 )
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.sharding import Shard
@@ -126,9 +125,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
         return gated_linear_kernel(widened(weight, scale, weights.dtype), bias, activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        if spec.names.stacked is not None:
-            if self._config.quantises_all(tuple(map(spec.stacked, spec.names.stacked))):
-                raise unsupported_experts(spec, "stored stacked and in FP8")
+        if spec.names.stacked is not None:  # which are no linear layers, and left as they are
             return super().load_experts(weights, spec)
         names = tuple(
             spec.projection(index, name) for index in range(spec.num_experts) for name in spec.layers

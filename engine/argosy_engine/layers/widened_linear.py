@@ -65,8 +65,8 @@ class BlockFp8LinearMethod(UnquantizedLinearMethod):
         return gated_linear_kernel(self._take(weights, spec), take_bias(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        if spec.names.stacked is not None:
-            raise unsupported_experts(spec, "stored stacked and in FP8")
+        if spec.names.stacked is not None:  # which are no linear layers, and left as they are
+            return super().load_experts(weights, spec)
         stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, _ in stacked.places(place):

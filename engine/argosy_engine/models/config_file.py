@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from argosy_engine.checkpoint.stored_tensors import check_stacked_experts
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.encoder_config import EncoderConfig
+from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
@@ -178,7 +178,19 @@ def _check_quantised_experts(config: ModelConfig) -> None:
                 f"{config.architecture}; take the unquantised checkpoint or one in FP8, {OTHER_ENGINES}"
             )
         return
-    check_stacked_experts(config)
+    experts: ExpertsConfig | None = getattr(config, "experts", None)  # not every family has them
+    if experts is None or experts.names.stacked is None:
+        return
+    for index, is_sparse in enumerate(experts.is_sparse):
+        prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
+        is_quantised = quantization.block is not None or any(
+            quantization.quantises(prefix + name) for name in experts.names.stacked
+        )
+        if is_sparse and is_quantised:
+            raise ConfigError(
+                f"the experts of {config.architecture} are stored stacked, which is not supported in FP8; take a "
+                f"checkpoint with unquantised experts, {OTHER_ENGINES}"
+            )
 
 
 def _text_part(raw: _WatchedConfig, wrapper: str, model_impl: ModelImpl) -> tuple[_WatchedConfig, str]:

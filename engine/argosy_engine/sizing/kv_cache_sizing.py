@@ -25,6 +25,7 @@ from argosy_engine.attention.kv_cache_spec import (
 )
 from argosy_engine.attention.params import DeltaNetParams, MambaParams
 from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.stored_tensors import EMBEDDINGS, HEAD
 from argosy_engine.config import EngineArgs
 from argosy_engine.device_defaults import memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
@@ -134,6 +135,7 @@ def estimate_weights(
     itemsize: int,
     device: str,
     tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE_MODEL,
 ) -> int:
     """Estimate the bytes of a worker's loaded weights. FP8 stays so on a GPU that multiplies it in bfloat16.
 
@@ -141,21 +143,21 @@ def estimate_weights(
         elements: element count of each tensor: for `argosy doctor` those of the checkpoint or `rank_elements` of them,
             for an engine those of the tensors that it has loaded.
         itemsize: bytes per element.
+        stage: the worker's.
     """
-    tied_copy = "lm_head.weight"
     stored = config.quantization
     is_widened = stored is None or stored.is_widened or config.widens_fp8
     keeps_fp8 = not is_widened and device == "cuda" and itemsize == 2
     total, fp8_bytes = 0, 0
     is_headless = config.pooling is not None
     for name, count in elements.items():
-        if (config.tie_word_embeddings or is_headless) and name == tied_copy:
+        if (config.tie_word_embeddings or is_headless) and name == HEAD:
             continue
         if keeps_fp8 and f"{name}_scale" in elements:
             fp8_bytes += count
         else:
             total += 2 * count if name.endswith("_blocks") else count  # of MXFP4, two numbers in a byte
-    if config.tie_word_embeddings and device == "cpu" and not is_headless:
+    if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     return total * itemsize + fp8_bytes
@@ -175,7 +177,11 @@ _EXPERTS = re.compile(r"\.(experts|block_sparse_moe)\.")
 
 
 def rank_elements(
-    config: ModelConfig, elements: Mapping[str, int], size: int, expert_size: int | None = None
+    config: ModelConfig,
+    elements: Mapping[str, int],
+    size: int,
+    expert_size: int | None = None,
+    stage: Stage = WHOLE_MODEL,
 ) -> dict[str, int]:
     """Estimate how many elements of each tensor one of `size` tensor-parallel ranks holds.
 
@@ -183,6 +189,7 @@ def rank_elements(
 
     Args:
         expert_size: number of ranks that divide the experts among them, if not these.
+        stage: whose tensors these are.
     """
     widest = max(4 * config.hidden_size, *config.divided_sizes(has_whole_experts=False).values())
     held = {
@@ -191,19 +198,30 @@ def rank_elements(
         else -(-count // (expert_size if expert_size and _EXPERTS.search(name) else size))
         for name, count in elements.items()
     }
-    held["replicated"] = len(config.attention_layers) * config.replicated_elements(size)
-    held["replicated"] += len(config.state_layers) * config.replicated_state_elements(size)
+    attention, states = len(config.attention_layers), len(config.state_layers)
+    if stage != WHOLE_MODEL:
+        own = stage.layers(config.num_hidden_layers)
+        attention = sum(index in own for index in config.layers_with_attention)
+        states = sum(index in own for index in config.layers_with_state)
+    held["replicated"] = attention * config.replicated_elements(size)
+    held["replicated"] += states * config.replicated_state_elements(size)
     return held
 
 
 def stage_elements(config: ModelConfig, elements: Mapping[str, int], stage: Stage) -> dict[str, int]:
-    """Estimate how many elements of each tensor a pipeline stage holds: its layers, and what is before and after them,
-    which no single stage has."""
-    own = stage.layers(config.num_hidden_layers)
+    """Estimate how many elements of each tensor a pipeline stage holds: its layers, before the first the embedding, and
+    after the last the output head, or the embedding once more. What else there is, is small, and counted everywhere."""
+    own, is_tied = stage.layers(config.num_hidden_layers), config.tie_word_embeddings
     held = {}
     for name, count in elements.items():
-        layer = re.search(r"\.(\d+)\.", name)
-        if layer is None or int(layer[1]) in own:
+        if name == HEAD:
+            is_held = stage.is_last
+        elif name == "embedding" or name.endswith(EMBEDDINGS):
+            is_held = stage.is_first or (is_tied and stage.is_last)
+        else:
+            layer = re.search(r"\.(\d+)\.", name)
+            is_held = layer is None or int(layer[1]) in own
+        if is_held:
             held[name] = count
     if "layers" in held:  # of `dummy_elements`
         held["layers"] = held["layers"] * len(own) // config.num_hidden_layers
@@ -217,7 +235,7 @@ def dummy_elements(config: ModelConfig) -> dict[str, int]:
     inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
     layer = config.hidden_size * (2 * q + 2 * kv + 3 * inner)
     embedding = config.vocab_size * config.hidden_size
-    return {"layers": config.num_hidden_layers * layer, "embedding": embedding, "lm_head.weight": embedding}
+    return {"layers": config.num_hidden_layers * layer, "embedding": embedding, HEAD: embedding}
 
 
 def plan_memory(

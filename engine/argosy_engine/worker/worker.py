@@ -221,7 +221,12 @@ class Worker:
                 weights_bytes = torch.cuda.memory_allocated(device) - before
             else:
                 weights_bytes = estimate_weights(
-                    config, loaded.elements, dtype.itemsize, device.type, args.tensor_parallel_size
+                    config,
+                    loaded.elements,
+                    dtype.itemsize,
+                    device.type,
+                    args.tensor_parallel_size,
+                    self._stage,
                 )
         if self._compilation is not None:
             with self._phase("compile"):

@@ -85,12 +85,13 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         ]
         """One for each choice; none if the request has no tools."""
         self._tokenizer = renderer.tokenizer
-        self._counters = [
-            ReasoningCounter(prompt.reasoning, renderer.message_end_ids) for _ in range(num_choices)
-        ]
+        self._is_prose = renderer.parsers.reasoning_parser.is_prose
+        """Whether sentences mark the reasoning, whose tokens are not always the same: its text is counted."""
+        marks = None if self._is_prose else prompt.reasoning
+        self._counters = [ReasoningCounter(marks, renderer.message_end_ids) for _ in range(num_choices)]
         self._templates: dict[tuple[int, bool], EventTemplate] = {}
         self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
-        """Texts of reasoning that a call may end."""
+        """Texts of reasoning that is not over, and that a call or, if it is prose, a sentence may end."""
         if request.resume is not None:
             for counter, resumed in zip(self._counters, request.resume.choices, strict=True):
                 counter.add(resumed.token_ids)
@@ -102,6 +103,8 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
     @property
     def is_reasoning(self) -> bool:
         """Whether the tokens of a choice so far end within its reasoning."""
+        if self._is_prose:
+            return any(self._thoughts)
         return any(counter.is_open for counter in self._counters)
 
     @property
@@ -256,12 +259,20 @@ class ChatFormat(ChoiceFormat[ChatChunkChoice, ChatCompletionChunk, ChatCompleti
         parsed = parser.feed(text, is_last, is_finished=finish_reason == "stop")
         if is_last and self._report_tools is not None:
             self._report_tools(parser.num_calls > 0)
-        if self._call_ids and counter.is_open:
-            thoughts = self._thoughts[choice]
+        thoughts = self._thoughts[choice]
+        if self._is_prose:
+            thoughts += [parsed.reasoning] if parsed.reasoning else []
+            if thoughts and (is_last or parsed.content or parsed.calls):
+                counter.count = self._num_tokens(thoughts)
+                thoughts.clear()
+        elif self._call_ids and counter.is_open:
             thoughts.append(parsed.reasoning)
             if is_last and parser.num_calls:
-                counter.end(len(self._tokenizer.encode("".join(thoughts), add_special_tokens=False).ids))
+                counter.end(self._num_tokens(thoughts))
         return parsed
+
+    def _num_tokens(self, texts: list[str]) -> int:
+        return len(self._tokenizer.encode("".join(texts), add_special_tokens=False).ids)
 
     def _tool_calls(self, parsed: Parsed, choice: int, first: int, *, is_delta: bool) -> tuple[ToolCall, ...]:
         """Format what was added to a choice's last call, and its next calls; without `parallel_tool_calls` only the

@@ -153,10 +153,11 @@ class OpenAIServing:
         """Render a chat as `prepare` does, and bound its `max_tokens` by the room that the prompt leaves.
 
         For APIs whose clients set the field without knowing the model; an answer that ends at the context's end says so
-        in their terms. So it is with `thinking_token_budget`, which a model that does not reason keeps anyhow.
+        in their terms. So it is with `thinking_token_budget`, which a model that does not reason keeps anyhow, and one
+        whose reasoning cannot be bounded does not get.
         """
         renderer = self.llm.renderer
-        if not renderer.has_thinking:
+        if not renderer.bounds_thinking:
             chat.thinking_token_budget = None
 
         def render(chat: ChatCompletionRequest) -> list[TokenizedPrompt]:

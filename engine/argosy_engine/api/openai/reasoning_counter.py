@@ -1,7 +1,8 @@
 """ReasoningCounter: counts the tokens of one choice's reasoning, for `completion_tokens_details`.
 
 It reads token ids, so that the count does not depend on how they come. As in vLLM the markers do not count. Calls may
-end the reasoning without its end marker, which only the parser of the text finds: then its text is counted instead.
+end the reasoning without its end marker, which only the parser of the text finds: then its text is counted instead, as
+where the markers are sentences (`ChatFormat`).
 """
 
 from __future__ import annotations
