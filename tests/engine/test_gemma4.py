@@ -128,6 +128,13 @@ def test_backends_that_know_no_strided_blocks_pass() -> None:
         ({"num_kv_shared_layers": 30}, "leaves no full_attention"),
         ({"num_kv_shared_layers": 26}, "leaves no full_attention"),
         ({"num_kv_shared_layers": 31}, "leaves no"),
+        (
+            {
+                "num_kv_shared_layers": 2,
+                "per_layer_config": {"29": {"num_key_value_heads": 4}, "28": {"num_key_value_heads": 8}},
+            },
+            "layer 29 has 4 KV heads, and layer 23, whose keys and values it shares, 8",
+        ),
         ({"pad_token_id": 262144}, "pad_token_id 262144"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "has no sliding_attention"),
         ({"top_k_experts": 129}, "exceeds num_experts"),

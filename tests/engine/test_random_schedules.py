@@ -1,4 +1,5 @@
-"""Random schedules of requests with latents and with states have transformers' greedy tokens and log probabilities.
+"""Random schedules of requests with latents, with states, and with blocks that are given back have transformers' greedy
+tokens and log probabilities.
 
 Prompts share prefixes that end at blocks and beside them, and some are equal; requests are aborted, preempted, stopped
 by a token while a step is in flight, and resumed with the output of an earlier run, as after a migration. Everything
@@ -20,8 +21,12 @@ from msgspec import Struct
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.models.config_file import load_model_config
+from argosy_engine.models.loader import complete_config
 from argosy_engine.params.sampling_params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.sizing.kv_cache_sizing import planned_groups, request_blocks
+from gemma4_shapes import SHARED
 from greedy_reference import TIE
 from thread_workers import thread_workers
 from transformers_checkpoints import VOCAB_SIZE, write_checkpoint
@@ -36,6 +41,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "states and experts": ("qwen3_next", {**_STATES, "linear_value_head_dim": 24}),
     "latents": ("deepseek_v2", {"q_lora_rank": None}),
     "latents that are expanded": ("deepseek_v3", {"kv_lora_rank": 48}),
+    "chunks": ("llama4_text", {"attention_chunk_size": 20}),
+    "pages of two sizes, shared by layers": ("gemma4_text", SHARED),
 }
 
 
@@ -159,12 +166,10 @@ def differences(model: torch.nn.Module, run: _Run) -> list[str]:
 
 
 def flags_of(rng: random.Random) -> dict[str, Any]:
-    """Return flags that leave little of everything, but enough for one request."""
-    size = rng.choice((16, 32))
+    """Return flags that leave little of everything but blocks (`least_blocks`), and enough for one request."""
     return {
-        "block_size": size,
+        "block_size": rng.choice((16, 32)),
         "max_model_len": _MAX_MODEL_LEN,
-        "num_gpu_blocks_override": -(-_MAX_MODEL_LEN // size) + 1 + rng.choice((0, 1)),
         "max_num_batched_tokens": rng.choice((16, 23, 100)),
         "max_num_seqs": rng.choice((5, 8)),
         "max_num_mixed_prefill_tokens": rng.choice((16, 19)),
@@ -176,6 +181,12 @@ def flags_of(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def least_blocks(args: EngineArgs) -> int:
+    """Return how many blocks one request needs, the null block included."""
+    config = complete_config(load_model_config(Path(args.model), args.model_use))
+    return request_blocks(planned_groups(config, 4, args.block_size), _MAX_MODEL_LEN, args) + 1
+
+
 def check_schedules(shape: str, seeds: range, path: Path, **flags: Any) -> None:
     """Run one schedule for each seed, and compare all requests with transformers."""
     model_type, fields = SHAPES[shape]
@@ -184,7 +195,9 @@ def check_schedules(shape: str, seeds: range, path: Path, **flags: Any) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         chosen = {**EXACT, **flags_of(rng), "model_impl": "argosy", **flags}
-        with closing(InprocClient(EngineArgs.of(model=str(path), **chosen))) as client:
+        blocks = least_blocks(EngineArgs.of(model=str(path), **chosen)) + rng.choice((0, 1))
+        args = EngineArgs.of(model=str(path), num_gpu_blocks_override=blocks, **chosen)
+        with closing(InprocClient(args)) as client:
             schedule = _Schedule(rng, client, chosen["block_size"])
             schedule.run(14)
         num_cached += schedule.num_cached

@@ -77,6 +77,12 @@ class Gemma4Config(ModelConfig, frozen=True, kw_only=True):
                 f"num_kv_shared_layers {self.num_kv_shared_layers} leaves no {min(missing)} whose keys and values "
                 "layers could share"
             )
+        for index, kv_heads in enumerate(self.kv_heads):
+            if (source := self.source_of(index)) is not None and kv_heads != self.kv_heads[source]:
+                raise ValueError(
+                    f"layer {index} has {kv_heads} KV heads, and layer {source}, whose keys and values it shares, "
+                    f"{self.kv_heads[source]}"
+                )
         if self.pad_token_id >= self.vocab_size:
             raise ValueError(
                 f"pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}"

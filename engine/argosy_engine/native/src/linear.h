@@ -70,6 +70,7 @@ struct LinearJob {
         units(linear.units) {}
 
   void run() const {
+    if (rows <= 0) return;
     // The rows of a block stay in the second-level cache while the panels are read.
     constexpr int64_t kBlockBytes = 256 << 10;
     const int64_t fit = std::max<int64_t>(kBlockBytes / (int64_t(units) * 4) / kMaxRows, 4) * kMaxRows;
