@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from argosy_engine.attention.params import AttentionParams, ShortConvParams, StateParams
+from argosy_engine.attention.params import ShortConvParams, StateParams
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.model_configs.model_config import NotOurs, RawConfig, flag, layer_count
@@ -24,12 +24,6 @@ class Lfm2Config(LlamaConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
-
-    @property
-    def attention_layers(self) -> tuple[AttentionParams, ...]:
-        """Constants of the layers with attention, in their order."""
-        params = super().attention_layers
-        return tuple(params[index] for index in self.layers_with_attention)
 
     @property
     def layers_with_attention(self) -> list[int]:

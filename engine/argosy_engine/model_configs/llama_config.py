@@ -85,14 +85,15 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
         scale, chunk = self.attention_multiplier or self.head_dim**-0.5, self.chunk_size
         if chunk is not None and chunk >= self.max_position_embeddings:
             chunk = None
+        layers = super().attention_layers
         return tuple(
             replace(
-                layer,
+                layers[index],
                 scale=scale,
                 has_sinks=self.has_sinks,
                 chunk_size=chunk if index in self.chunked_layers else None,
             )
-            for index, layer in enumerate(super().attention_layers)
+            for index in self.layers_with_attention
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_engine.attention.params import AttentionParams, MambaParams, StateParams
+from argosy_engine.attention.params import MambaParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
@@ -64,12 +64,6 @@ class MambaHybridConfig(LlamaConfig, frozen=True, kw_only=True):
             raise ValueError(
                 f"{self.mamba_num_heads} heads of Mamba are not a multiple of {self.mamba_num_groups} groups"
             )
-
-    @property
-    def attention_layers(self) -> tuple[AttentionParams, ...]:
-        """Constants of the layers with attention, in their order."""
-        params = super().attention_layers
-        return tuple(params[index] for index in self.layers_with_attention)
 
     @property
     def layers_with_attention(self) -> list[int]:

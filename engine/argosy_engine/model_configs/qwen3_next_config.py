@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from argosy_engine.attention.params import AttentionParams, DeltaNetParams, StateParams
+from argosy_engine.attention.params import DeltaNetParams, StateParams
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
@@ -40,12 +40,6 @@ class Qwen3NextConfig(LlamaConfig, frozen=True, kw_only=True):
                 f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of linear_num_key_heads "
                 f"{self.linear_num_key_heads}"
             )
-
-    @property
-    def attention_layers(self) -> tuple[AttentionParams, ...]:
-        """Constants of the layers with attention, in their order."""
-        params = super().attention_layers
-        return tuple(params[index] for index in self.layers_with_attention)
 
     @property
     def layers_with_attention(self) -> list[int]:
