@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -30,6 +31,23 @@ from argosy_operator.reconcile.controller import WATCHED
 from processes import free_port
 
 KINDS = len(WATCHED)
+OPERATOR = OperatorConfig(
+    namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
+)
+
+
+@asynccontextmanager
+async def running(health_port: int = 0) -> AsyncIterator[asyncio.Task[int]]:
+    """An operator as its program runs it."""
+    operator = asyncio.create_task(main.run(OPERATOR, health_port=health_port))
+    try:
+        yield operator
+    finally:
+        operator.cancel()
+        await asyncio.gather(operator, return_exceptions=True)
+        # kopf retrieves no exception of a watch. asyncio reports one when the task is collected, with a traceback,
+        # for which Python parses source: an `ast.parse` in which the collector begins would fail then.
+        gc.collect()
 
 
 class Hasty(EndlessBackoff):
@@ -52,9 +70,6 @@ async def test_refused_watches_begin_anew(
     statuses: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeKubernetes()
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     router = FakeRouter(cluster)
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(router))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
@@ -64,29 +79,19 @@ async def test_refused_watches_begin_anew(
     monkeypatch.setattr(controller, "RELIST_PAUSE", 0.05)
     async with served(cluster, tmp_path, monkeypatch) as server:
         server.watch_errors = list(statuses)
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
+        async with running() as operator:
             await until(cluster, operator, lambda: not server.watch_errors and server.watches == KINDS)
             # What changes now is known by the watches alone: no resync is due for minutes.
             cluster.create(isvc_object(replicas=1))
             await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
             cluster.remove((INFERENCE_SERVICES, "team", "tiny"))
             await until(cluster, operator, lambda: '"services"' not in cluster.fleet())
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            # kopf retrieves no exception of a watch. asyncio reports one when the task is collected, with a traceback,
-            # for which Python parses source: an `ast.parse` in which the collector begins would fail then.
-            gc.collect()
 
 
 async def test_watches_that_end_at_once_are_not_begun_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeKubernetes()
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr(event_source, "WATCH_PAUSE", 0.2)
     server = FakeApiServer(cluster)
@@ -101,14 +106,8 @@ async def test_watches_that_end_at_once_are_not_begun_again_and_again(
 
     app = server.app()
     app.middlewares.insert(0, ending)
-    async with served_app(app, tmp_path, monkeypatch):
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
-            await until(cluster, operator, lambda: len(begun) == KINDS and min(map(len, begun.values())) >= 5)
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
+    async with served_app(app, tmp_path, monkeypatch), running() as operator:
+        await until(cluster, operator, lambda: len(begun) == KINDS and min(map(len, begun.values())) >= 5)
     pauses = [after - before for times in begun.values() for before, after in itertools.pairwise(times)]
     assert min(pauses) > 0.1
 
@@ -118,9 +117,6 @@ async def test_watches_that_are_told_that_their_version_expired_do_not_list_agai
 ) -> None:
     """kopf then lists all objects anew, whatever that costs: seconds of a core in a large fleet."""
     cluster = FakeKubernetes()
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr(event_source, "WATCH_PAUSE", 0.0)
     monkeypatch.setattr(event_source, "LIST_PAUSE", 0.2)
@@ -138,14 +134,8 @@ async def test_watches_that_are_told_that_their_version_expired_do_not_list_agai
 
     app = server.app()
     app.middlewares.insert(0, expiring)
-    async with served_app(app, tmp_path, monkeypatch):
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
-            await until(cluster, operator, lambda: len(listed) >= 4)
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
+    async with served_app(app, tmp_path, monkeypatch), running() as operator:
+        await until(cluster, operator, lambda: len(listed) >= 4)
     pauses = [after - before for before, after in itertools.pairwise(listed)]
     assert [pause > 0.9 * 0.2 * 2**number for number, pause in enumerate(pauses)] == [True] * len(pauses)
 
@@ -156,27 +146,19 @@ async def test_a_finalizer_of_kopf_s_that_a_tenant_sets_is_not_asked_away_for_ev
     """kopf would remove it, which the operator has no permission for: it asked again every five seconds, while all
     further events of the object were kept in memory, and none was handled."""
     cluster = FakeKubernetes()
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     obj = isvc_object(replicas=1)
     finalizers = [kopf_settings(WATCHED).persistence.finalizer]
     async with served(cluster, tmp_path, monkeypatch) as server:
         server.authorize = lambda verb, _, resource, *__: (verb, resource) != ("patch", "inferenceservices")
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
+        async with running() as operator:
             await until(cluster, operator, lambda: server.watches == KINDS)
             cluster.create({**obj, "metadata": {**obj["metadata"], "finalizers": finalizers}})
             await until(cluster, operator, lambda: cluster.condition("Ready").get("status") == "True")
             # Its watch alone tells of an edit: no resync is due for minutes.
             cluster.edit("tiny", lambda spec: spec.update(replicas=2))
             await until(cluster, operator, lambda: len(cluster.pods()) == 2)
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
     assert server.forbidden == []
 
 
@@ -185,9 +167,6 @@ async def test_a_busy_api_server_has_no_watch_wait_for_as_long_as_it_likes(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeKubernetes()
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr(event_source, "RETRY_AFTER_MAX", 1)
     server = FakeApiServer(cluster)
@@ -206,14 +185,8 @@ async def test_a_busy_api_server_has_no_watch_wait_for_as_long_as_it_likes(
 
     app = server.app()
     app.middlewares.insert(0, busy)
-    async with served_app(app, tmp_path, monkeypatch):
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
-            await until(cluster, operator, lambda: server.watches == KINDS)
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
+    async with served_app(app, tmp_path, monkeypatch), running() as operator:
+        await until(cluster, operator, lambda: server.watches == KINDS)
     assert len(refused) == len(restarted) == KINDS, (
         "the watches were asked for again, and nothing was listed anew"
     )
@@ -234,24 +207,16 @@ async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
     cluster = FakeKubernetes()
     for number in range(5):
         cluster.create(isvc_object(f"s{number}", replicas=1))
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     monkeypatch.setattr(event_source, "RESTART_PAUSE", 0.05)
     monkeypatch.setattr(event_source, "LIST_PAGE", 2)
     async with served(cluster, tmp_path, monkeypatch) as server:
         server.expired_tokens = 1
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
+        async with running() as operator:
             await until(cluster, operator, lambda: server.watches == KINDS and not server.expired_tokens)
             cluster.create(isvc_object("new", replicas=1))
             await until(cluster, operator, lambda: cluster.condition("Ready", "new").get("status") == "True")
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
     lists = [
         (path, query)
         for method, path, query, _ in server.requests
@@ -278,15 +243,11 @@ async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(
 
     entries = [{"manager": "somebody", "operation": "Update", "fieldsV1": "deep"}]
     create("listed", entries)
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr("argosy_operator.cluster.router_watch.GRACE", 0.2)
     async with served(cluster, tmp_path, monkeypatch) as server:
         server.deep = 9_000
-        operator = asyncio.create_task(main.run(config, health_port=0))
-        try:
+        async with running() as operator:
             await until(cluster, operator, lambda: server.watches == KINDS)
             create("watched", entries)
             create("other", [])
@@ -297,10 +258,6 @@ async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(
                     lambda name=name: cluster.condition("Ready", name).get("status") == "True",
                 )
             assert server.watches == KINDS
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
 
 
 async def readiness(port: int) -> tuple[int, str]:
@@ -320,22 +277,14 @@ async def test_an_operator_whose_watches_reach_nothing_is_not_ready_and_says_why
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
     monkeypatch.setattr("argosy_operator.reconcile.lister.WATCH_PATIENCE", 1.5, raising=False)
     monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **_: kopf.ConnectionInfo(server=nowhere))
-    config = OperatorConfig(
-        namespace="argosy-system", fleet_key=CONFIG.fleet_key, engine_image="engine", router_url=""
-    )
     async with served(cluster, tmp_path, monkeypatch):
-        operator = asyncio.create_task(main.run(config, health_port=port))
         seen: list[tuple[int, str]] = []
-        try:
+        async with running(health_port=port) as operator:
             async with asyncio.timeout(PATIENCE):
                 while not (seen and seen[-1][0] == 503 and "no watch" in seen[-1][1]):
                     assert not operator.done()
                     seen.append(await readiness(port))
                     await asyncio.sleep(0.02)
-        finally:
-            operator.cancel()
-            await asyncio.gather(operator, return_exceptions=True)
-            gc.collect()
     assert 200 in [status for status, _ in seen], "it was, until it had no watch for so long"
     assert nowhere in seen[-1][1]
 
