@@ -143,8 +143,8 @@ kustomize: ## render the chart with its default values into deploy/kustomize; HE
 gpu-report: $(INSTALLED_DEV) ## compile the GPU kernels for every known device and write docs/reference/gpu-kernels.md
 	PYTHONPATH=generators $(BIN)/python -P -m gpu_report -o docs/reference/gpu-kernels.md
 
-gpu-accounting: $(INSTALLED_DEV) ## count the launches, copies and bytes of a step on a GPU, and write them into docs/performance.md
-	PYTHONPATH=generators $(BIN)/python -P -m gpu_accounting --into docs/performance.md
+gpu-accounting: $(INSTALLED_DEV) ## count the launches, copies and bytes of a step on a GPU, and write them into docs/performance-gpu.md
+	PYTHONPATH=generators $(BIN)/python -P -m gpu_accounting --into docs/performance-gpu.md
 
 lint: $(INSTALLED_DEV) ## style, types, import contracts
 	$(BIN)/ruff check .

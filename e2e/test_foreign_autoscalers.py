@@ -30,7 +30,7 @@ OPERATOR = "app.kubernetes.io/component=operator"
 
 
 def manifest(scaling: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Without spec.replicas, as docs/installation.md tells users of an autoscaler."""
+    """Without spec.replicas, as docs/scaling.md tells users of an autoscaler."""
     made = named(NAME)
     del made["spec"]["replicas"]
     if scaling is not None:

@@ -33,11 +33,11 @@ What an engine makes of each `model_type` in config.json. Tests hold a small ran
 transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted; or, of an encoder, against its
 vectors. *argosy* is the engine's own code, with FP8, tensor, expert and pipeline parallelism, pooling
 and every attention backend that can compute the layers; *transformers* is [transformers' modelling
-code](../serving.md#other-architectures) over the same KV cache, with tensor parallelism by its plans where it has one,
+code](../supported-models.md#other-architectures) over the same KV cache, with tensor parallelism by its plans where it has one,
 and [pooling](../pooling.md) but of models for images. Attention is over all tokens, a window or chunks, or over their
 latents, as the tests' configs ask for; other configs of a type may ask for less or more. Kimi K2's type, `kimi_k2`,
 counts as `deepseek_v3`. Encoders embed, classify and rerank; they have a row for the architecture without a head. What
-a family lacks of this is told in [serving](../serving.md#what-an-engine-loads).
+a family lacks of this is told in [serving](../supported-models.md#what-an-engine-loads).
 
 | `model_type` | architecture | code | layers |
 |---|---|---|---|

@@ -109,7 +109,7 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     type: EngineType = "argosy"
     """Which engine: ours, or stock `vllm` or `sglang`, whose replicas routers use without telemetry
-    (docs/serving.md#other-engines). Its image is the operator's default for the type, unless image names one."""
+    (docs/serving-on-kubernetes.md#other-engines). Its image is the operator's default for the type, unless image names one."""
     image: (
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None
     ) = None

@@ -1,4 +1,4 @@
-"""How often canaries fail that should not, and how soon those that should. docs/operations.md tells the rates."""
+"""How often canaries fail that should not, and how soon those that should. docs/rollouts.md tells the rates."""
 
 from __future__ import annotations
 

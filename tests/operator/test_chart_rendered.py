@@ -26,7 +26,7 @@ from argosy_resource.engine_address import ENGINE_PORT, NODE_COMPONENT
 from argosy_router.main import build_parser as router_parser
 from argosy_router.main import config_of as router_config
 
-INSTALLATION = Path(__file__).parents[2] / "docs" / "installation.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "cluster-variants.md"
 EVERYTHING: dict[str, Any] = {
     "watchNamespaces": ["team"],
     "operator": {"replicas": 2},
@@ -287,7 +287,7 @@ def test_the_nodes_of_a_replica_reach_each_other_on_every_port() -> None:
         assert expression["values"] == ["engine", NODE_COMPONENT]
         assert peer.keys() == {"podSelector"}, "of the same namespace"
         assert peer["podSelector"]["matchLabels"] == {NAME_LABEL: "argosy"}, "of every service"
-    row = next(line for line in INSTALLATION.read_text().splitlines() if line.startswith("| engine, workers"))
+    row = next(line for line in GUIDE.read_text().splitlines() if line.startswith("| engine, workers"))
     assert "of whichever service of the namespace" in row
 
 

@@ -1,7 +1,7 @@
 """The operator's pod templates are pinned: a change of one replaces every pod of such services at an upgrade.
 
 A failure means that the upgrade to this version rolls pods. If that is wanted, pin the new revision, and say so in the
-table of docs/operations.md ("Upgrading").
+table of docs/rollouts.md ("Upgrading").
 """
 
 from __future__ import annotations

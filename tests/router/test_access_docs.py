@@ -1,4 +1,4 @@
-"""What docs/access.md tells people to write and run."""
+"""What docs/access.md and docs/limits.md tell people to write and run."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_the_example_of_a_key_file_is_one() -> None:
 def test_all_terms_and_defaults_are_documented() -> None:
     text = DOCS.read_text()
     assert [term for term in KeyTerms.__struct_fields__ if f"`{term}`" not in text] == []
+    text = DOCS.with_name("limits.md").read_text()
     limits = RouterConfig().flow_control
     assert f"| {limits.max_queued_requests} |" in text
     assert f"| {limits.max_queued_bytes >> 20} MiB of bodies |" in text
