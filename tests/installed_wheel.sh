@@ -17,7 +17,7 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/third_party.pth"
 "$venv/bin/python" -P -c '
 import sys, argosy, argosy_engine, argosy_fetcher, argosy_operator, argosy_protocol, argosy_resource, argosy_router
-from argosy_router.native.build_kind import BUILD_KIND
+from argosy_router.native.build import BUILD_KIND
 for package in argosy, argosy_engine, argosy_fetcher, argosy_operator, argosy_protocol, argosy_resource, argosy_router:
     assert package.__file__.startswith(sys.prefix), package.__file__
 assert BUILD_KIND == "compiled", BUILD_KIND

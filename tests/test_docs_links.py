@@ -75,7 +75,7 @@ def test_links_lead_somewhere() -> None:
     assert {page: links for page, links in broken.items() if links} == {}
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "decisions/*.md"])
+@pytest.mark.parametrize("name", ["architecture.md", "where-to-look.md", "decisions/*.md"])
 def test_files_that_pages_name_exist(name: str) -> None:
     files = {f"/{path.relative_to(ROOT)}" for folder in _FOLDERS for path in (ROOT / folder).rglob("*.*")}
     text = "".join(page.read_text("utf-8") for page in (ROOT / "docs").glob(name))
@@ -106,7 +106,7 @@ def test_files_that_contributors_are_sent_to_exist() -> None:
     """Each of two parts may have a file of one name, so the end of a path is not enough."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert missing_files(text) == []
-    assert missing_files("`router/argosy_router/config.py`, `server.py`, `auth/key_file.py`") == []
+    assert missing_files("`router/argosy_router/config.py`, `server.py`, `auth/api_keys.py`") == []
     assert missing_files("`protocol/argosy_protocol/openai.py`, `messages.py`") == ["messages.py"]
 
 

@@ -11,17 +11,18 @@ import pytest
 import yaml
 
 from argosy_engine.models.registry import architectures
-from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     InternalFields,
+    TextTokenizeRequest,
     decode_request,
     unsupported,
 )
-from argosy_protocol.tokenization import DetokenizeRequest, TextTokenizeRequest
-from argosy_resource.model_source import LOCAL_SCHEMES, REMOTE_SCHEMES
+from argosy_protocol.pooling import EmbeddingRequest
+from argosy_resource.model import LOCAL_SCHEMES, REMOTE_SCHEMES
 from argosy_resource.validation import load_manifests
 
 DOCS = Path(__file__).parent.parent / "docs"

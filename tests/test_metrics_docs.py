@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
-from argosy_batch.metrics import BatchMetrics
+from argosy_batch.app import BatchMetrics
 from argosy_engine import LLM
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_router.metrics.series import PREFIX
+from argosy_router.metric_series import PREFIX
 from monitoring.promql import Registry
 
 TEXT = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()

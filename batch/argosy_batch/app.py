@@ -8,26 +8,24 @@ a request is about belongs to the account that its router names.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from argosy_batch.batches_api import BatchesApi
-from argosy_batch.files_api import FileContent, FilesApi
-from argosy_batch.metrics import BatchMetrics
-from argosy_batch.multipart import boundary_of
-from argosy_batch.storage.object_store import owner_of
+from argosy_batch.batches import BatchesApi
+from argosy_batch.files_api import FileContent, FilesApi, boundary_of
+from argosy_batch.object_store import owner_of
 from argosy_batch.stored_responses import StoredResponses, owner_of_responses
 from argosy_protocol.batch_program import (
     ACCOUNT,
@@ -39,7 +37,6 @@ from argosy_protocol.batch_program import (
     joined,
     pieces,
 )
-from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -51,7 +48,8 @@ from argosy_protocol.errors import (
     Unauthorized,
     Unavailable,
 )
-from argosy_protocol.owner_slots import OwnerSlots, OwnerTurns
+from argosy_protocol.headers import KeyRing
+from argosy_protocol.program.process import OwnerSlots, OwnerTurns
 from argosy_protocol.response_history import StoredResponse, response_not_found
 
 log = logging.getLogger(__name__)
@@ -80,6 +78,76 @@ _JSON: Final = "application/json"
 Handler = Callable[[Request, str], Awaitable[Response]]
 T = TypeVar("T")
 
+STATUSES: Final = ("validating", "in_progress", "finalizing", "cancelling", "elsewhere")
+
+
+class BatchMetrics:
+    """Metrics of one process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.ended = Counter(
+            "argosy_batch_batches_ended",
+            "Batches that this process ran to their end, by their last status.",
+            ["status"],
+            registry=self.registry,
+        )
+        self.requests = Counter(
+            "argosy_batch_requests",
+            "Requests of batches by outcome: completed, failed, or retried after 429, 503 or a failure.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.batches = Gauge(
+            "argosy_batch_batches",
+            "Batches that have not ended: by status those that this process runs; elsewhere: those that other "
+            "processes run, or none yet.",
+            ["status"],
+            registry=self.registry,
+        )
+        self.inflight = Gauge(
+            "argosy_batch_requests_inflight",
+            "Requests of batches that this process has in flight.",
+            registry=self.registry,
+        )
+        self.stored_bytes = Gauge(
+            "argosy_batch_stored_bytes",
+            "Bytes of all keys' files, batches and responses in the storage, at the last sweep.",
+            registry=self.registry,
+        )
+        self.stored_objects = Gauge(
+            "argosy_batch_stored_objects",
+            "Number of files, batches and responses in the storage, at the last sweep.",
+            registry=self.registry,
+        )
+        self.quarantined = Gauge(
+            "argosy_batch_quarantined_objects",
+            "Objects that could not be read, and were put aside, since the process started.",
+            registry=self.registry,
+        )
+        self.restarts = Counter(
+            "argosy_batch_task_restarts",
+            "Parts of the program that failed, and were begun anew.",
+            ["task"],
+            registry=self.registry,
+        )
+
+    def follow(
+        self,
+        *,
+        statuses: Callable[[], Iterable[tuple[str, float]]],
+        inflight: Callable[[], float],
+        stored: Callable[[], tuple[float, float]],
+        quarantined: Callable[[], float],
+    ) -> None:
+        """Read values from now on whenever they are asked for."""
+        for status in STATUSES:
+            self.batches.labels(status).set_function(lambda status=status: dict(statuses()).get(status, 0.0))
+        self.inflight.set_function(inflight)
+        self.stored_bytes.set_function(lambda: stored()[0])
+        self.stored_objects.set_function(lambda: stored()[1])
+        self.quarantined.set_function(quarantined)
+
 
 class BatchApp:
     """Answers routers."""
@@ -104,7 +172,7 @@ class BatchApp:
         self._reading = OwnerTurns(MAX_RECORDS_READ)
         self._listings = OwnerSlots(MAX_LISTINGS)
         self._listing = OwnerTurns(MAX_LISTED_AT_ONCE)
-        self._record_bytes: Counter[str] = Counter()
+        self._record_bytes: collections.Counter[str] = collections.Counter()
         """Of records that are being received or written, by account."""
 
     def asgi(self) -> Starlette:

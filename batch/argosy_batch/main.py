@@ -13,8 +13,7 @@ from typing import Any
 
 from argosy_batch.config import BatchConfig, ConfigError
 from argosy_protocol.program.flags import FlagParser, InvalidValue, decode_path
-from argosy_protocol.program.freed_memory import return_freed_memory
-from argosy_protocol.program.log_format import configure_logging
+from argosy_protocol.program.process import configure_logging, return_freed_memory
 
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3

@@ -11,32 +11,62 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import uvicorn
 
-from argosy_batch.answer_memory import AnswerMemory
-from argosy_batch.app import BatchApp
-from argosy_batch.batch_lease import BatchLeases
-from argosy_batch.batch_records import BatchRecords
-from argosy_batch.batch_run import BatchRun, RunContext
-from argosy_batch.batch_runner import BatchRunner
-from argosy_batch.batches_api import BatchesApi
+from argosy_batch.app import BatchApp, BatchMetrics
+from argosy_batch.batch_run import BatchRun, BatchRunner, RunContext
+from argosy_batch.batches import BatchesApi, BatchLeases, BatchRecords
 from argosy_batch.config import BatchConfig, ConfigError
+from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.files_api import FilesApi
-from argosy_batch.line_pace import LinePace
-from argosy_batch.line_request import LineRequests
-from argosy_batch.metrics import BatchMetrics
-from argosy_batch.router_client import RouterClient, notice_lost_peers
-from argosy_batch.storage.object_store import ObjectStore
-from argosy_batch.storage.open_blobs import open_blobs
-from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.line_requests import LinePace, LineRequests
+from argosy_batch.object_store import BlobStore, ObjectStore, Quota
+from argosy_batch.router_client import AnswerMemory, RouterClient, notice_lost_peers
 from argosy_batch.stored_responses import StoredResponses
 from argosy_protocol.batch_program import batch_keys
-from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
+from argosy_protocol.headers import KeyRing
 from argosy_protocol.program.listen import listen
-from argosy_protocol.program.supervision import begun_anew
+from argosy_protocol.program.process import begun_anew
+
+
+def open_blobs(location: str) -> BlobStore:
+    """Open a storage. Makes no request to a bucket.
+
+    Raises:
+        ConfigError: it cannot be used; the message says what to change.
+    """
+    if location.startswith(("s3://", "gs://")):
+        try:
+            from argosy_batch.bucket_store import BucketStore
+        except ImportError:
+            raise ConfigError(
+                "--storage in a bucket needs obstore: `pip install '.[storage]'` in the checkout"
+            ) from None
+        try:
+            return BucketStore(location)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    path = location
+    if "://" in location:
+        url = urlsplit(location)
+        if url.scheme != "file" or url.netloc not in ("", "localhost"):
+            raise ConfigError(
+                "--storage must be a path, file:///PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+            )
+        path = unquote(url.path)
+    try:
+        return DirectoryStore(Path(path).absolute())
+    except OSError as error:
+        raise ConfigError(
+            f"--storage {location} cannot be used: {error.strerror}; it must be writable, on a file system with hard "
+            "links and locks"
+        ) from None
+
 
 log = logging.getLogger(__name__)
 

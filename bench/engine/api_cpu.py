@@ -31,7 +31,7 @@ from results import Values, save, table
 from servers import Server, start_argosy, start_vllm
 
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 
 WORDS = (
     "the",

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import uvloop
 
-from argosy_engine.benchmarks.endpoint_request import RequestTemplate
-from argosy_engine.benchmarks.load_generator import LoadResult, run_load
+from argosy_engine.benchmarks.load_generator import LoadResult, RequestTemplate, run_load
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
 

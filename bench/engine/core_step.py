@@ -30,16 +30,19 @@ import numpy as np
 from results import save
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, group_layers
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import (
+    CollectiveRpc,
+    EngineCoreRequest,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.structured.manager import GrammarRequest

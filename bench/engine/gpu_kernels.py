@@ -10,14 +10,14 @@ from gpu_device import Device
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
-from argosy_engine.attention.self_test import self_test as attention_fault
+from argosy_engine.layers.self_test import attention_self_test as attention_fault
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.sampler_self_test import self_test as sampler_fault
+from argosy_engine.sample.sampler import self_test as sampler_fault
+from argosy_engine.triton_kernels.activations import silu_and_mul
 from argosy_engine.triton_kernels.paged_attention import paged_attention
 from argosy_engine.triton_kernels.process_logits import RowMasks, process_logits
 from argosy_engine.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from argosy_engine.triton_kernels.sampling import DeviceSamplingBatch, sample_tokens
-from argosy_engine.triton_kernels.silu_and_mul import silu_and_mul
 
 LAYERS = {
     "Qwen3-0.6B": AttentionParams(num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5),

@@ -74,7 +74,7 @@ def write(folder: Path, model_type: str, sizes: dict[str, Any], dtype: str) -> N
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from argosy_engine.checkpoint.model_path import resolve_model
+    from argosy_engine.checkpoint.model_folder import resolve_model
 
     config_class = CONFIG_MAPPING[model_type]
     default = config_class().to_dict()

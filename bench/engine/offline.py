@@ -132,7 +132,7 @@ def answer(process: subprocess.Popen[str], name: str) -> float:
 
 
 def resolve(model: str) -> str:
-    from argosy_engine.checkpoint.model_path import resolve_model
+    from argosy_engine.checkpoint.model_folder import resolve_model
 
     return str(resolve_model(model))
 

@@ -23,13 +23,11 @@ from typing import NamedTuple
 
 from results import save
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from argosy_engine.params import SamplingParams
 
 PROMPT_TOKENS = 256
 STEPS = 128

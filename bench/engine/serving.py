@@ -28,10 +28,9 @@ from random_model import SHAPES, VOCAB_SIZE, write
 from results import Values, save, table
 from servers import VLLM, Server, start_argosy, start_vllm
 
-from argosy_engine.benchmarks.endpoint_request import RequestTemplate
-from argosy_engine.benchmarks.load_generator import LoadResult, run_load
+from argosy_engine.benchmarks.load_generator import LoadResult, RequestTemplate, run_load
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest
-from argosy_engine.benchmarks.serving_metrics import tpot
+from argosy_engine.benchmarks.serving_report import tpot
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
 
 Figures = dict[str, float]

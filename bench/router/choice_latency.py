@@ -15,17 +15,14 @@ import random
 import time
 import tracemalloc
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import SegmentKind, chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.fleet import FleetService
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import SegmentKind, prompt_segments
-from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.replica_key import ServiceKeys
+from argosy_router.fleet.replica import Member, Replica, ServiceKeys
 from argosy_router.fleet.service import Service
-from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
-from argosy_router.prompts.prompt_hash import measure as measure_prompts
-from argosy_router.prompts.prompt_hash import prompt_from
-from argosy_router.simulation.simulator import unused_pool
+from argosy_router.prefixes import ReplicaPrefixes, prompt_from
+from argosy_router.prefixes import measure as measure_prompts
+from argosy_router.simulation import unused_pool
 
 PROMPT_BYTES = 8192
 PREFIXES = 1000

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, chunk_offsets
-from argosy_protocol.prompt_segments import SegmentKind
-from argosy_router.simulation.trace import TraceRequest
+from argosy_protocol.chunk_hash import SegmentKind, chain_seed, chunk_hashes, chunk_offsets
+from argosy_router.observability.lines import TraceRequest
 
 MODEL = "tiny"
 BYTES_PER_TOKEN = 4

@@ -45,13 +45,12 @@ from prompts import MODEL
 from rounds import machine, rounds_parser, write_rounds
 from shared_prefix_load import oracle_share
 
-from argosy_operator.desired.deletion_cost import cost_changes
-from argosy_operator.observed.pod import Pod
-from argosy_operator.observed.service_load import FleetLoad
-from argosy_protocol.bearer_keys import internal_key
+from argosy_operator.desired.scaling import cost_changes
+from argosy_operator.observation import FleetLoad
+from argosy_operator.pod import Pod
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_protocol.load_report import LOAD_PATH, LoadReport
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, LoadReport
 
 CHANGE_S = 40.0
 """When the load changes."""

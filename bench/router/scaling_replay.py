@@ -11,11 +11,17 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable
 
-from argosy_router.simulation.policy_report import percentile
-from argosy_router.simulation.scaling import ScalingSimulation, Victims, conversation_of
-from argosy_router.simulation.simulated_engine import EngineModel
-from argosy_router.simulation.simulator import SimulationOutcome
-from argosy_router.simulation.trace import SYNTHETIC_BLOCK_TOKENS, TraceRequest, synthetic_trace
+from argosy_router.observability.lines import TraceRequest
+from argosy_router.simulation import (
+    SYNTHETIC_BLOCK_TOKENS,
+    EngineModel,
+    ScalingSimulation,
+    SimulationOutcome,
+    Victims,
+    conversation_of,
+    percentile,
+    synthetic_trace,
+)
 
 CHANGE_S = 300.0
 """When the load changes."""

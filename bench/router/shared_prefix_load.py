@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prompts import as_trace
 
 from argosy_protocol.chunk_hash import CHUNK_BYTES
-from argosy_router.simulation.trace import oracle_tokens
+from argosy_router.simulation import oracle_tokens
 
 _ALPHABET = "abcdefghij"
 _WORD_LETTERS = 5

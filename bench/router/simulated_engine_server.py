@@ -3,7 +3,7 @@
     python bench/router/simulated_engine_server.py PORT[,PORT...]
         [--prefill-tokens-per-s 8000] [--kv-cache-tokens 12288] [--warm-up-from PORT]
 
-Each is the simulation's engine (`argosy_router.simulation.simulated_engine`: speed, batch, prefix cache with LRU
+Each is the simulation's engine (`argosy_router.simulation`: speed, batch, prefix cache with LRU
 eviction) on the event loop's clock, behind HTTP and our telemetry. Its events have absolute due times that are computed
 from one another, so a busy machine may delay an answer by milliseconds but does not slow the engine. A token is
 four bytes of the prompt. A stream has one event for the first token, when it is due, and one for all others at the end.
@@ -27,16 +27,20 @@ from mock_engine_http import DONE, STREAM_END, STREAM_HEAD, EngineConnection, an
 from prompts import as_trace
 from telemetry_announcer import Announcer
 
-from argosy_protocol.hot_prefixes import (
+from argosy_protocol.telemetry import (
     HOT_PREFIXES_PATH,
     MAX_TOKENS,
     MAX_WARM_UP_TOKENS,
     HotPrefix,
     HotPrefixReport,
+    Load,
+    pack_u32,
+    pack_u64,
+    unpack_u32,
+    unpack_u64,
 )
-from argosy_protocol.telemetry import Load, pack_u32, pack_u64, unpack_u32, unpack_u64
-from argosy_router.simulation.simulated_engine import CacheChange, EngineModel, Job, SimulatedEngine
-from argosy_router.simulation.trace import TraceRequest
+from argosy_router.observability.lines import TraceRequest
+from argosy_router.simulation import CacheChange, EngineModel, Job, SimulatedEngine
 
 KV_CACHE_TOKENS = 12_288
 WARM_UP_S = 5.0

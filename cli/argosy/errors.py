@@ -1,4 +1,4 @@
-"""Errors of commands, with their exit codes.
+"""How commands end: errors, exit codes, and SIGTERM.
 
 CommandError        1   the operation failed; the message says what to do
 └── UsageError      2   the command line or the manifest must change
@@ -9,7 +9,12 @@ Invariant: `str(error)` is one line for people, including the remedy; details, s
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import ClassVar, Final, NoReturn
 
 OK: Final = 0
 FAILURE: Final = 1
@@ -49,3 +54,19 @@ class UsageError(CommandError):
 def reason(error: Exception) -> str:
     """Say what the system or a library says of a failure, without the number of an error."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+@contextmanager
+def ends_at_sigterm(last_line: str) -> Iterator[None]:
+    """Let SIGTERM end the process at once, with a last line on standard error, while the context lasts."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        with suppress(OSError):
+            os.write(2, f"argosy: {last_line}\n".encode())
+        os._exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

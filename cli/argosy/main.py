@@ -1,7 +1,7 @@
-"""Entry point of `argosy`: a table of commands, each imported when it is called.
+"""Entry points of `argosy` and of `kubectl-argosy`, which kubectl runs as `kubectl argosy`: tables of commands.
 
-Owns: the table, the help, the exit codes. Must not know: what a command does. It must not import what a command needs,
-because `argosy --help` has to answer at once; so commands are named by strings.
+Must not know: what a command does. It must not import what a command needs, because `argosy --help` has to answer at
+once, and extras need not be installed; so commands are named by strings, and imported when they are called.
 
 Exit codes: `argosy.errors.EXIT_CODES`.
 """
@@ -11,12 +11,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError
-from argosy.sigterm import ends_at_sigterm
+from argosy.errors import EXIT_CODES, FAILURE, INTERRUPTED, OK, USAGE, CommandError, ends_at_sigterm
 
 
 class Command(NamedTuple):
@@ -33,21 +32,21 @@ class Command(NamedTuple):
 COMMANDS: tuple[Command, ...] = (
     Command(
         "up",
-        "argosy.commands.up:main",
+        "argosy.commands.up:up",
         "start the fleet of a manifest on this machine, or change a running one",
     ),
-    Command("down", "argosy.commands.down:main", "stop the fleet on this machine"),
-    Command("ps", "argosy.commands.ps:main", "list services and replicas: state, reason, restarts"),
-    Command("why", "argosy.commands.why:main", "show why a service does not answer, here or in a cluster"),
-    Command("logs", "argosy.commands.logs:main", "print or follow the logs of replicas and router"),
+    Command("down", "argosy.commands.up:down", "stop the fleet on this machine"),
+    Command("ps", "argosy.commands.ps:ps", "list services and replicas: state, reason, restarts"),
+    Command("why", "argosy.commands.cluster:why", "show why a service does not answer, here or in a cluster"),
+    Command("logs", "argosy.commands.ps:logs", "print or follow the logs of replicas and router"),
     Command("chat", "argosy.commands.chat:main", "talk to a model through the router"),
-    Command("route", "argosy.commands.route:main", "show which replica a prompt would get, and why"),
+    Command("route", "argosy.commands.admin:route", "show which replica a prompt would get, and why"),
     Command(
-        "dashboard", "argosy.commands.dashboard:main", "print the address of the router's page, with its key"
+        "dashboard", "argosy.commands.admin:dashboard", "print the address of the router's page, with its key"
     ),
     Command(
         "bench",
-        "argosy.commands.bench:main",
+        "argosy.main:bench",
         "measure: any OpenAI endpoint, an engine offline, routing policies on a trace",
         "engine",
     ),
@@ -69,8 +68,38 @@ COMMANDS: tuple[Command, ...] = (
         "batch",
     ),
     Command("operator", "argosy_operator.main:main", "run the Kubernetes operator", "operator"),
-    Command("crd", "argosy.commands.crd:main", "print the CustomResourceDefinition of InferenceService"),
+    Command("crd", "argosy.commands.cluster:crd", "print the CustomResourceDefinition of InferenceService"),
 )
+
+KUBECTL_COMMANDS: Final = (
+    Command("why", "argosy.commands.cluster:why_in_cluster", "show why a service does not answer"),
+    Command("top", "argosy.commands.cluster:top", "list services: readiness, replicas, restarts, reason"),
+    Command("logs", "argosy.commands.cluster:logs", "print or follow the logs of a service's pods"),
+    Command("route", "argosy.commands.cluster:explain", "show which replica a prompt would get, and why"),
+)
+"""Those of `kubectl argosy`."""
+
+BENCHMARKS: Final = (
+    Command(
+        "serve",
+        "argosy_engine.benchmarks.bench_serve:main",
+        "load an OpenAI endpoint: time to first token, time per token, throughput, goodput",
+    ),
+    Command(
+        "throughput",
+        "argosy_engine.benchmarks.bench_offline:bench_throughput",
+        "generate from many prompts in this process",
+    ),
+    Command(
+        "latency", "argosy_engine.benchmarks.bench_offline:bench_latency", "time one batch in this process"
+    ),
+    Command(
+        "router",
+        "argosy.commands.bench_router:main",
+        "compare routing policies on a trace, in simulated time",
+    ),
+)
+"""Those of `argosy bench`. The ones of the engine need packages that the command line does not."""
 
 _USAGE = "usage: argosy COMMAND [ARGUMENTS]\n"
 
@@ -102,14 +131,13 @@ def _ends_while_it_starts() -> AbstractContextManager[None]:
 
 
 def _run(command: Command, arguments: list[str]) -> int:
-    module, _, function = command.target.partition(":")
     try:
-        code = getattr(importlib.import_module(module), function)(arguments)
+        code = _function(command.target)(arguments)
         return OK if code is None else int(code)
     except CommandError as error:
         if error.details:
             sys.stderr.write(error.details.rstrip() + "\n")
-        from argosy.arguments import state_dir_in, with_state_dir
+        from argosy.terminal import state_dir_in, with_state_dir
 
         message = with_state_dir(str(error), state_dir_in(arguments))
         sys.stderr.write(f"argosy {command.name}: {message}\n")
@@ -160,3 +188,58 @@ def _version() -> str:
         return metadata.version("argosy")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def kubectl_main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_kubectl_help())
+        return OK
+    target = next((command.target for command in KUBECTL_COMMANDS if command.name == name), None)
+    if target is None:
+        sys.stderr.write(
+            f"kubectl argosy: {name!r} is not a command\n{_kubectl_help()}" if name else _kubectl_help()
+        )
+        return USAGE
+    try:
+        return int(_function(target)(rest))
+    except CommandError as error:
+        sys.stderr.write(f"kubectl argosy {name}: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _kubectl_help() -> str:
+    lines = [f"  {command.name:<6} {command.help}" for command in KUBECTL_COMMANDS]
+    return "usage: kubectl argosy COMMAND [ARGUMENTS]\n\ncommands:\n" + "\n".join(lines) + "\n"
+
+
+def bench(argv: Sequence[str]) -> int:
+    import argparse
+
+    table = "\n".join(f"  {benchmark.name:<10}  {benchmark.help}" for benchmark in BENCHMARKS)
+    parser = argparse.ArgumentParser(
+        prog="argosy bench",
+        usage="argosy bench [-h] BENCHMARK ...",
+        description=f"benchmarks:\n{table}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    targets = {benchmark.name: benchmark.target for benchmark in BENCHMARKS}
+    parser.add_argument("benchmark", nargs="?", choices=targets, metavar="BENCHMARK")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="`argosy bench BENCHMARK --help` lists them"
+    )
+    options = parser.parse_args(argv)
+    if options.benchmark is None:
+        parser.error(f"choose a benchmark: {', '.join(targets)}; `argosy bench --help` describes them")
+    return int(_function(targets[options.benchmark])(options.arguments))
+
+
+def _function(target: str) -> Callable[[Sequence[str]], Any]:
+    """Import what a table names."""
+    module, _, function = target.partition(":")
+    found: Callable[[Sequence[str]], Any] = getattr(importlib.import_module(module), function)
+    return found

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from argosy_engine.sample.logits_processor.interface import (
-    BatchUpdate,
-    LogitsProcessor,
-    ProcessorConfig,
-    Rows,
-)
+from argosy_engine.sample.logits_processor import BatchUpdate, LogitsProcessor, ProcessorConfig, Rows
 
 if TYPE_CHECKING:
     import torch
 
-    from argosy_engine.params.sampling_params import SamplingParams
+    from argosy_engine.params import SamplingParams
 
 OUTPUT = re.compile(r"argosy-\d+")
 NO_OUTPUT = "The tools returned something else."

@@ -14,7 +14,7 @@ import itertools
 import msgspec
 from fake_kubernetes import FakeKubernetes, Key, Object, pod_key
 
-from argosy_operator.kinds import DEPLOYMENTS, PODS, Kind
+from argosy_operator.names import DEPLOYMENTS, PODS, Kind
 
 AT_ONCE = 20
 """Objects that its controllers look at in one turn of the event loop."""

@@ -20,7 +20,7 @@ from aiohttp import web
 from fake_http import FakeApiServer
 from fake_kubernetes import FakeKubernetes, selects
 
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, KINDS, PODS, Kind
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, KINDS, PODS, Kind
 from chaos.api import Api, Object
 from chaos.large_cluster import LargeCluster
 from chaos.simulated_nodes import ADDRESS_ANNOTATION

@@ -31,8 +31,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, Kind
+from argosy_resource.engine_command import SERVICE_LABEL
 from chaos.api import Object
 from chaos.fault import Violation
 from chaos.faults.load import create_many, edit_each, writes_at_rest

@@ -16,9 +16,15 @@ import msgspec
 from aiohttp import web
 
 from argosy_operator.names import NAME_LABEL, ROUTER_ADMIN_PORT
-from argosy_protocol.load_report import LOAD_PATH, LoadReport, ServiceLoadReport
-from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
-from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
+from argosy_protocol.reports import (
+    LOAD_PATH,
+    REPORT_PATH,
+    LoadReport,
+    ReplicaReport,
+    RoutableReport,
+    ServiceLoadReport,
+)
+from argosy_resource.engine_command import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import Api, Object
 from chaos.simulated_nodes import ADDRESS_ANNOTATION, SimulatedNodes
 from processes import free_port

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs
     from argosy_engine.frontend.async_llm import AsyncLLM
     from argosy_engine.frontend.beam_search import BeamSearchParams
-    from argosy_engine.frontend.llm import LLM
-    from argosy_engine.frontend.llm_engine import LLMEngine
-    from argosy_engine.params.sampling_params import SamplingParams
-    from argosy_engine.sample.logits_processor.interface import LogitsProcessor
+    from argosy_engine.frontend.llm import LLM, LLMEngine
+    from argosy_engine.params import SamplingParams
+    from argosy_engine.sample.logits_processor import LogitsProcessor
     from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 
 # torch's OpenMP threads would spin for milliseconds after each operator, on the cores that compute the next kernel.
@@ -38,12 +37,12 @@ __all__ = [
 
 _PUBLIC = {
     "LLM": "argosy_engine.frontend.llm",
-    "LLMEngine": "argosy_engine.frontend.llm_engine",
+    "LLMEngine": "argosy_engine.frontend.llm",
     "AsyncLLM": "argosy_engine.frontend.async_llm",
     "BeamSearchParams": "argosy_engine.frontend.beam_search",
     "EngineArgs": "argosy_engine.config",
-    "LogitsProcessor": "argosy_engine.sample.logits_processor.interface",
-    "SamplingParams": "argosy_engine.params.sampling_params",
+    "LogitsProcessor": "argosy_engine.sample.logits_processor",
+    "SamplingParams": "argosy_engine.params",
     "StructuredOutputsParams": "argosy_engine.structured.structured_outputs_params",
 }
 

@@ -1,19 +1,21 @@
 """EngineArgs: every flag of the engine, with vLLM's names. `argosy serve` builds its parser from this class.
 
-This module owns names, bounds and defaults. Defaults that depend on the model or the device are None here; the worker
-resolves them, and the core reports the result as `ResolvedConfig` when it is ready. EngineArgs never changes.
+This module owns names, bounds, defaults and which combinations are supported. Defaults that depend on the model or the
+device are None in EngineArgs. The worker resolves them, those of the device by the functions at the end (a device is
+named as torch names it: `cpu`, `cuda` or `cuda:0`), and the core reports the result as `ResolvedConfig` when it is
+ready. EngineArgs never changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from argosy_engine.checkpoint.tokenizer_files import TokenizerMode
-from argosy_engine.compilation_config import CompilationConfig
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.model_use import (
@@ -24,8 +26,7 @@ from argosy_engine.model_configs.model_use import (
     PoolerConfig,
     Runner,
 )
-from argosy_engine.parallel_flags import REQUEST_STALL_TIMEOUT, check_parallel_flags
-from argosy_engine.request_defaults import (
+from argosy_engine.resolved_config import (
     MAX_TEMPLATE_BYTES,
     GenerationConfig,
     RequestDefaults,
@@ -34,15 +35,80 @@ from argosy_engine.request_defaults import (
 from argosy_engine.sample.token_logprobs import LogprobsMode
 from argosy_fetcher.errors import InvalidSource
 from argosy_fetcher.source_uri import from_argument
-from argosy_protocol.engine_limits import (
+from argosy_protocol.program.flags import (
     BlockSize,
+    Flag,
+    InvalidValue,
     KvCacheBytes,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Threads,
+    convert_arguments,
 )
-from argosy_protocol.program.flags import Flag, InvalidValue, convert_arguments
+
+REQUEST_STALL_TIMEOUT = 300.0
+"""Seconds; longer than any step or grammar compilation takes, so only requests that are stuck reach it."""
+
+MAX_DEFAULT_SIZE = 512
+"""Largest number of requests that is captured by default."""
+MAX_CAPTURE_SIZES = 256
+CaptureSize = Annotated[int, Meta(ge=1, le=1 << 14)]
+
+
+class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is compiled, and what is captured for replay (`--compilation-config`). Names are vLLM's."""
+
+    level: Annotated[int, Meta(ge=0, le=3)] = 0
+    """0: our kernels and torch's operations as they are; 3: parts of the layers compiled by torch.compile."""
+    mode: Annotated[int, Meta(ge=0, le=3)] | None = None
+    """vLLM's newer name of the level."""
+    cudagraph_mode: Literal["NONE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"] = (
+        "FULL_DECODE_ONLY"
+    )
+    cudagraph_capture_sizes: Annotated[tuple[CaptureSize, ...], Meta(max_length=MAX_CAPTURE_SIZES)] = ()
+    """Numbers of requests; empty: `capture_sizes` chooses."""
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            if self.level not in (0, self.mode):
+                raise ValueError("level and mode are two names of the same: give one")
+            force_setattr(self, "level", self.mode)
+            force_setattr(self, "mode", None)
+
+    def check(self) -> None:
+        """Reject vLLM's values that are not supported.
+
+        Raises:
+            ConfigError: with the reason and what to use.
+        """
+        if (reason := _REFUSED_LEVELS.get(self.level)) is not None:
+            raise ConfigError(
+                f"--compilation-config: level {self.level} is not supported, because {reason}; use 0 or 3"
+            )
+
+
+def capture_sizes(
+    max_num_seqs: int, wanted: Sequence[int] = (), largest: int = MAX_DEFAULT_SIZE
+) -> list[int]:
+    """Return the numbers of requests to capture, ascending, at most max_num_seqs.
+
+    Args:
+        wanted: `cudagraph_capture_sizes`; default: 1, 2, 4, then steps of 8 to 256 and of 16 to `largest`, and
+            max_num_seqs.
+    """
+    if wanted:
+        return sorted({size for size in wanted if size <= max_num_seqs})
+    last = min(max_num_seqs, largest)
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16), last}
+    return sorted(size for size in sizes if size <= last)
+
+
+_REFUSED_LEVELS = {
+    1: "torch.compile would compile again while requests wait",
+    2: "a whole model cannot be compiled at once: attention, experts and sums over ranks are not compiled",
+}
+
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -654,3 +720,108 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
                 f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} "
                 "(--max-model-len)"
             )
+
+
+def check_parallel_flags(args: EngineArgs) -> None:
+    """Reject layouts that are not supported.
+
+    Raises:
+        ConfigError: a parallel size is not, or not by this executor.
+    """
+    if args.async_scheduling and args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--async-scheduling needs --pipeline-parallel-size 1: the steps of a pipeline overlap without it"
+        )
+    if args.enable_dbo:
+        raise ConfigError(
+            "--enable-dbo is not supported: it hides the transfers of tokens between machines, and cores that "
+            "share experts are on one machine, where its two half batches would read the experts twice; leave it "
+            "out"
+        )
+    world_size = args.parallel_config.world_size
+    if args.distributed_executor_backend == "uni" and world_size > 1:
+        raise ConfigError(
+            f"--distributed-executor-backend uni runs one worker, and {world_size} are needed; use mp"
+        )
+    if args.executor_backend == "external_launcher" and args.request_stall_timeout not in (
+        0.0,
+        REQUEST_STALL_TIMEOUT,
+    ):
+        raise ConfigError(
+            "--request-stall-timeout cannot be used with --distributed-executor-backend external_launcher: the "
+            "copies of the program have no common time, so no request is failed for its age; leave it out"
+        )
+    if args.parallel_config.shares_experts and args.executor_backend not in ("uni", "mp"):
+        raise ConfigError(
+            f"--enable-expert-parallel with --data-parallel-size {args.data_parallel_size} needs "
+            f"--distributed-executor-backend mp, not {args.executor_backend}: cores that share experts agree on "
+            "their steps on one machine"
+        )
+    _check_nodes(args)
+
+
+def _check_nodes(args: EngineArgs) -> None:
+    """Reject a division among machines that is not supported.
+
+    Raises:
+        ConfigError: the workers cannot be divided, this machine is none of them, or another flag forbids it.
+    """
+    if args.node_rank >= args.nnodes:
+        raise ConfigError(
+            f"--node-rank {args.node_rank} needs --nnodes {args.node_rank + 1} or more: ranks begin with 0"
+        )
+    if args.nnodes == 1:
+        return
+    world_size = args.parallel_config.world_size
+    if world_size % args.nnodes:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} must divide the number of workers equally, and --tensor-parallel-size times "
+            f"--pipeline-parallel-size is {world_size}"
+        )
+    if args.data_parallel_size > 1:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} needs --data-parallel-size 1: an engine's cores are processes of one "
+            "machine; run one service per machine behind the router"
+        )
+    if args.executor_backend != "mp":
+        raise ConfigError(
+            f"--nnodes {args.nnodes} needs --distributed-executor-backend mp, not {args.executor_backend}: Ray "
+            "and torchrun know the machines themselves"
+        )
+
+
+MAX_NUM_MIXED_PREFILL_TOKENS_ON_CPU = 256
+"""On a CPU prompt tokens take so long that each chunk delays the decoding requests noticeably. Chunks of 512 are 5 to
+11 % faster per token and double that delay."""
+
+MEMORY_UTILIZATION_ON_CUDA = 0.9
+
+MEMORY_UTILIZATION_ON_CPU = 0.4
+"""Lets a laptop run two replicas and a browser beside them."""
+
+
+def max_num_mixed_prefill_tokens(args: EngineArgs, device: str) -> int | None:
+    """Return `--max-num-mixed-prefill-tokens`; None means no limit."""
+    return args.max_num_mixed_prefill_tokens or (
+        MAX_NUM_MIXED_PREFILL_TOKENS_ON_CPU if device == "cpu" else None
+    )
+
+
+def memory_utilization(args: EngineArgs, device: str) -> float:
+    """Return `--gpu-memory-utilization`, whose meaning depends on the device as well (`sizing.kv_cache_sizing`)."""
+    return args.gpu_memory_utilization or (
+        MEMORY_UTILIZATION_ON_CPU if device == "cpu" else MEMORY_UTILIZATION_ON_CUDA
+    )
+
+
+def async_scheduling(args: EngineArgs, device: str) -> bool:
+    """Return `--async-scheduling`.
+
+    By default everywhere but on a CPU worker in the core's own process (uni, external_launcher), which computes a step
+    while it launches it, so that there is nothing to overlap, and with a pipeline, whose steps overlap anyway.
+    """
+    if args.pipeline_parallel_size > 1:
+        return False
+    if args.async_scheduling is None:
+        return device != "cpu" or args.executor_backend not in ("uni", "external_launcher")
+    return args.async_scheduling

@@ -1,7 +1,7 @@
 """vLLM's flags whose setting has another place here: `--cudagraph-capture-sizes` is part of `--compilation-config`.
 
-Owns: what the values of these flags become. Must not know: flags without a setting (`vllm_flag_lists`), and how flags
-are parsed (`vllm_flags`).
+Owns: what the values of these flags become. Must not know: flags without a setting, and how flags are parsed
+(`vllm_flags`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from argosy_engine.compilation_config import (
+from argosy_engine.config import (
     MAX_CAPTURE_SIZES,
     MAX_DEFAULT_SIZE,
     CaptureSize,
     CompilationConfig,
+    EngineArgs,
     capture_sizes,
 )
-from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.vllm_flag_lists import (
+from argosy_engine.vllm_flags import (
     ANY_WHITESPACE,
     ENGINE_REFUSED,
     ENGINE_WITHOUT_EFFECT,
+    LOCAL_SIZE,
     NO_PLUGIN_OF_REASONING,
     ONE_BACKEND,
+    VllmFlag,
 )
-from argosy_engine.vllm_flags import LOCAL_SIZE, VllmFlag
 
 logger = logging.getLogger("argosy.frontend")
 

@@ -1,43 +1,42 @@
-"""Model fetch: brings a model from its source into the store, complete or not at all.
+"""Model fetch: brings a model from its source into the store, complete or not at all; or a part of it into a directory.
 
 Owns the order of things: look into the store, resolve the revision, select, transfer, unpack, publish. Must not know
-how any of them is done.
+how any of them is done. `fetch_configs` leaves the weights out, for engines that make up their own; `fetch_headers`
+takes of each weights file its header, for programs that compute a model's size. Both know no store.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from argosy_fetcher.archive_members import require_unpacker
-from argosy_fetcher.digests import HEX_DIGITS
-from argosy_fetcher.disk import disk_errors, empty_directory, fsync_file
+from argosy_fetcher.archives import UnpackedFile, Unpacker, model_folder, require_unpacker
+from argosy_fetcher.disk import IDLE_AFTER_S, HolderMark, disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
-from argosy_fetcher.lock_holder import IDLE_AFTER_S, HolderMark
-from argosy_fetcher.marked_progress import MarkedProgress
-from argosy_fetcher.progress import Progress, Silent
-from argosy_fetcher.progress_display import duration_text
-from argosy_fetcher.range_reader import read_whole
-from argosy_fetcher.retry import Attempts, retrying
-from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES, CheckConfig, is_served_name, select
-from argosy_fetcher.sibling_revisions import SiblingRevisions
-from argosy_fetcher.snapshot import MAX_FILES, RemoteFile, Snapshot
-from argosy_fetcher.sources.source import Source
+from argosy_fetcher.progress import Progress, Silent, duration_text
+from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, read_range, read_whole, retrying
+from argosy_fetcher.selection import (
+    MAX_SMALL_FILE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    CheckConfig,
+    is_served_name,
+    select,
+)
+from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, Source
 from argosy_fetcher.store import Store
-from argosy_fetcher.store_index import StoredModel
-from argosy_fetcher.store_layout import PACKED, UNPACKED, StoredFile, is_revision
-from argosy_fetcher.transfer import TransferSettings, transfer
-from argosy_fetcher.unpacking import UnpackedFile, Unpacker, model_folder
+from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
+from argosy_fetcher.transfer import TaskQueue, TransferSettings, transfer
+from argosy_protocol.reports import Phase
 
 MAX_VERSION_BYTES: Final = 2048
 MAX_LISTED_PATH_BYTES: Final = 2048
-"""Bound on names in a list of files. Those of files that are fetched have a smaller one, `snapshot.MAX_PATH_BYTES`."""
+"""Bound on names in a list of files. Those of files that are fetched have a smaller one, `source.MAX_PATH_BYTES`."""
 _SILENT: Final = Silent()
 _DEFAULTS: Final = TransferSettings()
 
@@ -110,7 +109,7 @@ class _Fetch:
         cancelled: threading.Event | None,
         refresh: bool,
     ) -> None:
-        self._source = SiblingRevisions(source, store)
+        self._source = source
         self._store = store
         self._progress = progress
         self._check_config = check_config
@@ -162,7 +161,7 @@ class _Fetch:
 
     def run(self, mark: HolderMark) -> FetchedModel:
         """Fetch, with the source's lock held."""
-        self._progress = MarkedProgress(self._progress, mark)
+        self._progress = _MarkedProgress(self._progress, mark)
         self._progress.enter("resolving")
         name, requested_revision = self._source.name, self._source.requested_revision
         snapshot = retrying(self._attempts("list of files"), self._source.snapshot)
@@ -282,13 +281,55 @@ class _Fetch:
             settings=self._settings,
             known=known,
             extra_bytes=extra_bytes,
+            local_copy=self._local_copy,
             cancelled=self._cancelled,
         )
+
+    def _local_copy(self, file: RemoteFile) -> Path | None:
+        """Return a file of this machine that should have the same content: another revision's in the store, as
+        revisions mostly differ in a few small files, or what the source finds."""
+        if file.digest is not None:
+            found = self._store.find_file(self._source.name, file.digest, file.size)
+            if found is not None:
+                return found
+        asked = getattr(self._source, "local_copy", None)
+        copy: Path | None = None if asked is None else asked(file)
+        return copy
 
     def _attempts(self, what: str) -> Attempts:
         return Attempts(
             f"{self._source.name}: {what}", self._settings.retry, self._progress.note, self._cancelled
         )
+
+
+class _MarkedProgress:
+    """Shows those who wait for a lock that its holder makes progress. Notes are none: a retry writes one."""
+
+    def __init__(self, told: Progress, mark: HolderMark) -> None:
+        self._told = told
+        self._mark = mark
+
+    def enter(self, phase: Phase) -> None:
+        self._mark.progressed()
+        self._told.enter(phase)
+
+    def resolved(self, source: str, revision: str) -> None:
+        self._mark.progressed()
+        self._told.resolved(source, revision)
+
+    def begin(self, total_bytes: int, present_bytes: int) -> None:
+        self._mark.progressed()
+        self._told.begin(total_bytes, present_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        self._mark.progressed()
+        self._told.advance(num_bytes)
+
+    def note(self, text: str) -> None:
+        self._told.note(text)
+
+    def end(self) -> None:
+        self._told.end()
 
 
 def _reader(files: dict[str, UnpackedFile]) -> Callable[[RemoteFile], bytes]:
@@ -342,3 +383,173 @@ def _fault(snapshot: Snapshot, source: str) -> str | None:
         if len(file.path.encode()) > MAX_LISTED_PATH_BYTES:
             return "a name is too long"
     return None
+
+
+def fetch_configs(
+    source: Source,
+    directory: Path,
+    *,
+    check_config: CheckConfig | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Snapshot | None:
+    """Fill an empty directory with a model's config and tokenizer, and return what the source holds.
+
+    Args:
+        check_config: raises if a config.json is of a model that the caller does not serve.
+        note: takes a line about something that takes time.
+
+    Returns:
+        None if the source holds an archive, whose files cannot be read apart.
+
+    Raises:
+        UnsupportedModel: the model is not served.
+        FetchError, TransientError: from the source.
+    """
+
+    def attempts(what: str) -> Attempts:
+        return Attempts(f"{source.name}: {what}", RetryPolicy(), note)
+
+    snapshot = checked_snapshot(retrying(attempts("list of files"), source.snapshot), source.name)
+    if any(file.packing != "none" for file in snapshot.files):
+        return None
+    contents: dict[str, bytes] = {}
+
+    def read_small(file: RemoteFile) -> bytes:
+        contents[file.path] = read_whole(source, file, MAX_SMALL_FILE_BYTES, attempts(file.path))
+        return contents[file.path]
+
+    files = select(snapshot, read_small, check_config, has_weights=False)
+    with disk_errors(source.name, directory):
+        for file in files:
+            (directory / file.path).parent.mkdir(exist_ok=True)
+            content = contents.get(file.path)
+            if content is None:
+                content = read_whole(source, file, MAX_TOKENIZER_BYTES, attempts(file.path))
+            (directory / file.path).write_bytes(content)
+    return snapshot
+
+
+FIRST_BYTES: Final = 64 << 10
+"""Read of each file at first: most headers fit, and more than one request costs more time than these bytes."""
+MAX_HEADER_BYTES: Final = 100 << 20
+"""The limit that the format defines."""
+MAX_WEIGHT_FILES: Final = 2000
+"""Several times the shards of the largest models."""
+MAX_WEIGHT_BYTES: Final = 16 << 40
+"""Of all files together: what one file may have on common file systems, even if it is a hole."""
+MAX_STORED_BYTES: Final = 256 << 20
+"""Of all headers together. Those of a model with 100,000 tensors have 15 MB."""
+_MAX_READS_IN_FLIGHT: Final = 8
+_CONFIGS: Final = ("config.json", "generation_config.json", "model.safetensors.index.json", "modules.json")
+
+
+def fetch_headers(
+    source: Source,
+    directory: Path,
+    *,
+    check_config: CheckConfig | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    retry: RetryPolicy | None = None,
+) -> Snapshot:
+    """Fill an empty directory with configs, the index and the headers of the weights, and return what the source holds.
+
+    A safetensors file begins with the length of its header (8 bytes, little-endian) and the header. The rest of such a
+    file is a hole, so its size is right and it takes no room. No byte of a weight is requested beyond the first
+    `FIRST_BYTES` of a file, and what a hostile source can make of the directory is bounded, in files, in their sizes
+    and in the bytes that are stored.
+
+    Args:
+        check_config: raises if a config.json is of a model that the caller does not serve.
+        note: takes a line about something that takes time.
+
+    Raises:
+        UnsupportedModel: the model is not served, a header is malformed, the model is in an archive, or there are more
+            files or bytes than any model has.
+        FetchError: from the source, or the directory cannot be written.
+        TransientError: nothing came from the source for too long.
+    """
+    reader = _HeaderReader(source, retry or RetryPolicy(), note)
+    snapshot = checked_snapshot(retrying(reader.attempts(source.name), source.snapshot), source.name)
+    if any(file.packing != "none" for file in snapshot.files):
+        raise UnsupportedModel(
+            f"{source.name} is an archive, whose headers cannot be read apart; "
+            f"`argosy models pull {source.name}` fetches all of it"
+        )
+    read_small = cache(reader.read_small)
+    files = select(snapshot, read_small, check_config)
+    weights = [file for file in files if file.path.endswith(".safetensors")]
+    _check_bounds(source.name, weights)
+    with disk_errors(source.name, directory):
+        for file in files:
+            if file.path in _CONFIGS or "/" in file.path:  # only a small file is in a folder
+                (directory / file.path).parent.mkdir(exist_ok=True)
+                (directory / file.path).write_bytes(read_small(file))
+        reader.queue.add(partial(reader.store_header, file, directory / file.path) for file in weights)
+        reader.queue.run(_MAX_READS_IN_FLIGHT)
+    return snapshot
+
+
+def _check_bounds(source: str, weights: Sequence[RemoteFile]) -> None:
+    size = sum(file.size for file in weights)
+    if len(weights) > MAX_WEIGHT_FILES:
+        raise UnsupportedModel(
+            f"{source}: the weights are in {len(weights)} files; headers of at most {MAX_WEIGHT_FILES} are read"
+        )
+    if size > MAX_WEIGHT_BYTES:
+        raise UnsupportedModel(
+            f"{source}: the weights have {size} bytes; headers are read of at most {MAX_WEIGHT_BYTES}"
+        )
+
+
+class _HeaderReader:
+    """Reads of one source, ended together."""
+
+    def __init__(self, source: Source, retry: RetryPolicy, note: Callable[[str], None]) -> None:
+        self.queue = TaskQueue()
+        self._source = source
+        self._retry = retry
+        self._note = note
+        self._outage = Outage()
+        self._lock = threading.Lock()
+        self._num_stored_bytes = 0
+
+    def attempts(self, what: str) -> Attempts:
+        return Attempts(what, self._retry, self._note, self.queue.cancelled, self._outage)
+
+    def read_small(self, file: RemoteFile) -> bytes:
+        attempts = self.attempts(f"{self._source.name}: {file.path}")
+        return read_whole(self._source, file, MAX_SMALL_FILE_BYTES, attempts)
+
+    def store_header(self, file: RemoteFile, path: Path) -> None:
+        """Write a file's header, with a hole behind it."""
+        header = self._read_header(file)
+        if self.queue.cancelled.is_set():
+            return
+        with path.open("xb") as opened:
+            opened.write(header)
+            opened.truncate(file.size)
+
+    def _read_header(self, file: RemoteFile) -> bytes:
+        """Return the bytes of a file up to the end of its header."""
+        first = self._read(file, 0, min(FIRST_BYTES, file.size))
+        length = int.from_bytes(first[:8], "little")
+        if len(first) < 8 or length > MAX_HEADER_BYTES or 8 + length > file.size:
+            raise UnsupportedModel(
+                f"{self._source.name}: {file.path} is not a safetensors file; use another revision"
+            )
+        stop = 8 + length
+        self._reserve(stop)
+        return first[:stop] if stop <= len(first) else first + self._read(file, len(first), stop)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Count bytes that will be stored, before they are read."""
+        with self._lock:
+            self._num_stored_bytes += num_bytes
+            if self._num_stored_bytes > MAX_STORED_BYTES:
+                raise UnsupportedModel(
+                    f"{self._source.name}: the headers of the weights have more than {MAX_STORED_BYTES} bytes together"
+                )
+
+    def _read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        attempts = self.attempts(f"{self._source.name}: {file.path}")
+        return b"".join(bytes(view) for view in read_range(self._source, file, start, stop, attempts))

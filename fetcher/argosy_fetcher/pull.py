@@ -1,65 +1,68 @@
 """Pull: brings the model that a URI names into this machine's store, or finds it there.
 
 Owns what programs that use models have in common: the store's directory, credentials, offline mode, and the lock that
-keeps a model from being removed. Must not know how a model is fetched or what uses it. Environment: `store_layout`,
-`credentials`, and `OFFLINE_ENVS`, any of which forbids requests.
+keeps a model from being removed. Must not know how a model is fetched or what uses it. Environment: that of
+`store_index.choose_root`, the credentials, and `OFFLINE_ENVS`, any of which forbids requests.
+
+Machines without a network also serve complete models of Hugging Face's own cache, as they are:
+
+    CACHE/models--ORG--NAME/refs/REVISION           the commit of a branch or a tag
+    CACHE/models--ORG--NAME/snapshots/COMMIT/FILE   a link to ../../blobs/ETAG
+
+Their content is not hashed: that library does so when it downloads. Invariant: what is served lies in the repository's
+own folder, wherever links lead.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
+import stat
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from msgspec import structs
 
-from argosy_fetcher.config_fetch import fetch_configs
-from argosy_fetcher.credentials import load_credentials
-from argosy_fetcher.disk import FreeSpace
-from argosy_fetcher.errors import InvalidSource, ModelNotFound, ModelRemoved, Offline
-from argosy_fetcher.header_fetch import fetch_headers
-from argosy_fetcher.hub_cache import find_cached_model
-from argosy_fetcher.lock_holder import IDLE_AFTER_S
-from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.model_hold import ModelHold, hold_model
+from argosy_fetcher.disk import IDLE_AFTER_S, MARGIN, FreeSpace
+from argosy_fetcher.errors import ModelNotFound, ModelRemoved, Offline, UnsupportedModel
+from argosy_fetcher.model_fetch import FetchedModel, fetch_configs, fetch_headers, fetch_model
 from argosy_fetcher.progress import Progress
-from argosy_fetcher.room import make_room
-from argosy_fetcher.selection import CheckConfig
-from argosy_fetcher.snapshot import Snapshot
+from argosy_fetcher.selection import (
+    CONFIG,
+    MAX_SMALL_FILE_BYTES,
+    CheckConfig,
+    is_pooling_folder,
+    is_served_name,
+    select,
+)
+from argosy_fetcher.source import RemoteFile, Snapshot
 from argosy_fetcher.source_uri import SourceUri
-from argosy_fetcher.sources.bucket_endpoint import bucket_name
-from argosy_fetcher.sources.hub_endpoint import hub_source_name
-from argosy_fetcher.sources.oci_reference import parse_reference
-from argosy_fetcher.sources.registry import open_source
-from argosy_fetcher.store import Store
-from argosy_fetcher.store_index import StoredModel
-from argosy_fetcher.store_layout import choose_root
+from argosy_fetcher.sources.registry import is_true, load_credentials, name_in_store, open_source
+from argosy_fetcher.store import ModelHold, Store, hold_model, make_room
+from argosy_fetcher.store_index import StoredModel, choose_root
 from argosy_fetcher.transfer import TransferSettings
 
 OFFLINE_ENVS: Final = ("ARGOSY_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-_TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _MAX_REMOVALS: Final = 3
 """How often a model may be removed between its fetch and its use before that is an error."""
-_MARGIN: Final = FreeSpace()
 _WITH_COMMITS: Final = ("hf", "oci")
 """Schemes whose URIs can name any revision that a snapshot has."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_MAX_REF_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class PulledModel:
+class PulledModel(FetchedModel):
     """A model that is not removed before `close`, or the end of this process."""
 
-    path: Path
-    source: str
-    revision: str
     hold: ModelHold | None = None
 
     def close(self) -> None:
@@ -76,7 +79,7 @@ def pull_model(
     refresh: bool = False,
     has_weights: bool = True,
     make_room_after: float | None = None,
-    min_free: FreeSpace = _MARGIN,
+    min_free: FreeSpace = MARGIN,
     max_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
     cancelled: threading.Event | None = None,
@@ -120,13 +123,13 @@ def pull_model(
     for _ in range(_MAX_REMOVALS):
         found = None if pull.refresh else find_model(uri, download_dir=download_dir, environment=values)
         if found is not None:
-            model = pull.present(found)
+            model: FetchedModel = pull.present(found)
         elif not has_weights and (configs := pull.fetch_configs()) is not None:
             return configs
         else:
             model = pull.fetch()
         try:
-            held = replace(model, hold=hold_model(model.path))
+            held = PulledModel(model.path, model.source, model.revision, hold_model(model.path))
         except ModelRemoved:
             progress.note(f"{uri}: another process removed it from the store; fetching it again")
             continue
@@ -153,13 +156,13 @@ class _Pull:
     cancelled: threading.Event | None
     idle_after_s: float
 
-    def present(self, model: StoredModel) -> PulledModel:
+    def present(self, model: StoredModel) -> FetchedModel:
         """Report a model that is on this machine."""
         self.progress.resolved(model.source, model.revision)
         self.progress.end()
-        return PulledModel(model.path, model.source, model.revision)
+        return FetchedModel(model.path, model.source, model.revision)
 
-    def fetch(self) -> PulledModel:
+    def fetch(self) -> FetchedModel:
         """Fetch a model, at the revision that it is pinned to if the source still has that."""
         uri, note = self.uri, self.progress.note
         name, requested = name_in_store(uri, self.environment)
@@ -177,9 +180,9 @@ class _Pull:
             note(f"{uri}: {pinned} is not there any more; taking what it is now")
         return self._fetch_at(uri)
 
-    def _fetch_at(self, uri: SourceUri) -> PulledModel:
+    def _fetch_at(self, uri: SourceUri) -> FetchedModel:
         with closing(open_source(uri, load_credentials(self.environment))) as source:
-            found = fetch_model(
+            return fetch_model(
                 source,
                 self.store,
                 progress=self.progress,
@@ -196,7 +199,6 @@ class _Pull:
                 cancelled=self.cancelled,
                 idle_after_s=self.idle_after_s,
             )
-        return PulledModel(found.path, found.source, found.revision)
 
     def _room_for(self, source: str) -> Callable[[int], None] | None:
         if self.make_room_after is None:
@@ -241,30 +243,10 @@ def find_model(
     find = store.find_offline if is_offline(values) else store.find
     found = find(name, requested_revision)
     if found is None and uri.scheme == "hf" and is_offline(values):
-        from argosy_fetcher.sources.hub_environment import hub_cache  # imports the hub's client
+        from argosy_fetcher.sources.hub import hub_cache  # imports the hub's client
 
         return find_cached_model(hub_cache(load_credentials(values)), uri.location, uri.revision)
     return found
-
-
-def name_in_store(uri: SourceUri, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return a source's canonical name and its requested revision, by which the store knows a model. Makes no request,
-    and imports no client: that takes longer than to find a model, and a stored one needs none.
-
-    Raises:
-        FetchError: as `find_model`.
-    """
-    if uri.scheme == "hf":
-        credentials = load_credentials(os.environ if environment is None else environment)
-        return hub_source_name(uri.location, credentials), uri.revision
-    if uri.scheme in ("https", "http"):
-        return uri.name, uri.revision.removeprefix("sha256:")
-    if uri.scheme == "oci":
-        reference = parse_reference(uri)
-        return reference.name, reference.requested_revision
-    if uri.scheme in ("s3", "gs"):
-        return bucket_name(uri, load_credentials(os.environ if environment is None else environment)), ""
-    raise InvalidSource(f"{uri} is not fetched: it names a place on this machine or in the cluster")
 
 
 def pull_headers(
@@ -275,7 +257,7 @@ def pull_headers(
     check_config: CheckConfig | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Snapshot:
-    """Fill an empty directory with a model's configs and the headers of its weights (`header_fetch`).
+    """Fill an empty directory with a model's configs and the headers of its weights (`fetch_headers`).
 
     Raises:
         FetchError, TransientError: as `pull_model`.
@@ -302,4 +284,63 @@ def open_store(download_dir: str | None, environment: Mapping[str, str] | None =
 
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Whether the environment forbids requests."""
-    return any(environment.get(name, "").lower() in _TRUE for name in OFFLINE_ENVS)
+    return any(is_true(environment, name) for name in OFFLINE_ENVS)
+
+
+def find_cached_model(cache: Path, repository: str, revision: str) -> StoredModel | None:
+    """Return a model of the cache if all that an engine needs of it is there.
+
+    Args:
+        repository: ORG/NAME.
+        revision: a branch, a tag or a commit; `main` if empty.
+    """
+    try:
+        folder = (cache / f"models--{repository.replace('/', '--')}").resolve(strict=True)
+        commit = _commit(folder, revision or "main")
+        directory = folder / "snapshots" / commit
+        files = tuple(_served_files(folder, directory))
+    except (OSError, RuntimeError):  # a loop of links
+        return None
+
+    def read_small(file: RemoteFile) -> bytes:
+        if file.size > MAX_SMALL_FILE_BYTES:
+            raise UnsupportedModel(f"{file.path} has {file.size} bytes")
+        return (directory / file.path).read_bytes()
+
+    try:
+        select(Snapshot(f"hf://{repository}", commit, files), read_small)
+    except (UnsupportedModel, OSError):
+        return None
+    return StoredModel(
+        source=f"hf://{repository}",
+        revision=commit,
+        path=directory,
+        size=sum(file.size for file in files),
+        last_used_at=directory.stat().st_mtime,
+    )
+
+
+def _commit(folder: Path, revision: str) -> str:
+    """
+    Raises:
+        OSError: the cache does not know the revision.
+    """
+    if _COMMIT.fullmatch(revision):
+        return revision
+    with (folder / "refs" / revision).open("rb") as file:
+        commit = file.read(_MAX_REF_BYTES).decode("ascii", "replace").strip()
+    if not _COMMIT.fullmatch(commit):
+        raise FileNotFoundError(folder / "refs" / revision)
+    return commit
+
+
+def _served_files(folder: Path, directory: Path) -> Iterator[RemoteFile]:
+    """Yield the served files of a snapshot whose content is in the repository's folder."""
+    names = os.listdir(directory)
+    folders = [f"{name}/{CONFIG}" for name in names if is_pooling_folder(name)]
+    for name in [*filter(is_served_name, names), *folders]:
+        with suppress(OSError, RuntimeError):
+            path = (directory / name).resolve(strict=True)
+            found = path.stat()
+            if path.is_relative_to(folder) and stat.S_ISREG(found.st_mode):
+                yield RemoteFile(name, found.st_size)

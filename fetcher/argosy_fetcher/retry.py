@@ -1,8 +1,9 @@
-"""Retries: how long to wait between attempts, and when to give up.
+"""Retries: reads a source across cuts, waits between attempts, and gives up when nothing comes any more.
 
-Owns the delays, the count of failures in a row and the length of an outage. Must not know what is attempted. A fetch
-goes on as long as any of its files makes progress, so a bad line costs time only; a source from which nothing comes for
-minutes is given up.
+Owns the delays, the count of failures in a row, the length of an outage, and that a range is the bytes asked for, in
+order, no more and no less. Must not know disks. A fetch goes on as long as any of its files makes progress, so a bad
+line costs time only; a source from which nothing comes for minutes is given up. A response that trickles counts as cut,
+and what it brought does not count as progress.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from argosy_fetcher.errors import TransientError, UnknownHost
+from argosy_fetcher.errors import HashMismatch, TransientError, UnknownHost, UnsupportedModel
+from argosy_fetcher.source import Chunk, RemoteFile, Source, matches
 
 _Result = TypeVar("_Result")
 
@@ -175,3 +178,124 @@ def retrying(attempts: Attempts, call: Callable[[], _Result]) -> _Result:
             attempts.failed(error)
         except (ConnectionError, TimeoutError) as error:
             attempts.failed(TransientError(str(error) or type(error).__name__))
+
+
+MIN_BYTES_PER_S: Final = 1024
+"""A hundredth of the slowest lines on which anybody fetches models."""
+WINDOW_S: Final = 60.0
+
+
+class MinimumRate:
+    """The rate of one response, which tells a slow source from one that only keeps a connection open: timeouts of
+    sockets end at every byte. Only time that is spent waiting for the source counts, which begins with the object.
+
+    The time until the first bytes is not held against a response: a server that cannot begin in the middle of a file
+    sends first what nobody asked for.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_bytes = 0
+        self._delay_s = 0.0
+        self._waited_s = 0.0
+        """Since the first bytes, or since the last window."""
+        self._has_begun = False
+        self._since = clock()
+
+    def add(self, num_bytes: int) -> bool:
+        """Count what has arrived. Returns whether it came fast enough to be progress, the first wait included."""
+        waited_s = self._clock() - self._since
+        if self._has_begun:
+            self._waited_s += waited_s
+        else:
+            self._has_begun, self._delay_s = True, waited_s
+        self._num_bytes += num_bytes
+        return self._num_bytes >= MIN_BYTES_PER_S * (self._delay_s + self._waited_s)
+
+    def resume(self) -> None:
+        """Wait again: what has arrived was used up.
+
+        Raises:
+            TransientError: a window is over, and too little came in it.
+        """
+        if self._waited_s >= WINDOW_S:
+            if self._num_bytes < MIN_BYTES_PER_S * self._waited_s:
+                raise TransientError(
+                    f"the source sends too slowly ({self._num_bytes} bytes in {self._waited_s:.0f} s)"
+                )
+            self._num_bytes, self._delay_s, self._waited_s = 0, 0.0, 0.0
+        self._since = self._clock()
+
+
+def read_range(
+    source: Source, file: RemoteFile, start: int, stop: int, attempts: Attempts
+) -> Iterator[memoryview]:
+    """Yield the bytes [start, stop) of a file, and continue after cuts from what has arrived.
+
+    Raises:
+        FetchError: from the source.
+        TransientError: there was no progress for too long.
+        Cancelled: `attempts` was cancelled.
+    """
+    position = start
+    while position < stop:
+        failure = TransientError("the connection ended early")
+        try:
+            rate = MinimumRate(attempts.clock)
+            for view in _chunks(source.read(file, position, stop), stop - position):
+                attempts.check_cancelled()
+                position += view.nbytes
+                if rate.add(view.nbytes):
+                    attempts.progressed()
+                yield view
+                rate.resume()
+        except TransientError as error:
+            failure = error
+        except (ConnectionError, TimeoutError) as error:
+            failure = TransientError(str(error) or type(error).__name__)
+        if position < stop:
+            attempts.failed(failure)
+
+
+def _chunks(chunks: Iterator[Chunk], expected_bytes: int) -> Iterator[memoryview]:
+    """Yield a source's chunks without empty ones and without what exceeds the expected bytes, then close the source's
+    iterator. It is run to its end, after which a connection can be used again."""
+    try:
+        for chunk in chunks:
+            if not expected_bytes:
+                return
+            view = memoryview(chunk).cast("B")[:expected_bytes]
+            if view.nbytes:
+                expected_bytes -= view.nbytes
+                yield view
+    finally:
+        if close := getattr(chunks, "close", None):
+            with suppress(TransientError):
+                close()
+
+
+def read_whole(source: Source, file: RemoteFile, max_bytes: int, attempts: Attempts) -> bytes:
+    """Return a small file's content, checked against its digest.
+
+    Raises:
+        UnsupportedModel: it is larger than `max_bytes`.
+        HashMismatch: the content was wrong twice.
+        FetchError, TransientError: as `read_range`.
+    """
+    if file.size > max_bytes:
+        raise UnsupportedModel(
+            f"{source.name}: {file.path} has {file.size} bytes; more than {max_bytes} are not read"
+        )
+    for _ in range(2):
+        data = b"".join(bytes(view) for view in read_range(source, file, 0, file.size, attempts))
+        if matches(data, file.digest):
+            return data
+    raise HashMismatch(mismatch_message(source.name, file))
+
+
+def mismatch_message(model: str, file: RemoteFile) -> str:
+    assert file.digest is not None
+    return (
+        f"{model}: the content of {file.path} does not have the {file.digest.algorithm} that the source announces "
+        f"({file.digest.hex}), twice in a row; a proxy or a mirror may serve damaged content: fetch from another one"
+    )

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, TypeAlias
 
 from argosy_fetcher.errors import UnsupportedModel
-from argosy_fetcher.snapshot import RemoteFile, Snapshot, check_path
+from argosy_fetcher.source import RemoteFile, Snapshot, check_path
 
 MAX_SMALL_FILE_BYTES: Final = 16 << 20
 """Bound on files that are read into memory. The index of a model with 100,000 tensors has 10 MB."""

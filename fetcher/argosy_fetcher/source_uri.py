@@ -239,7 +239,7 @@ def _parse_url(text: str) -> SourceUri:
         )
     if not host:
         raise InvalidSource(f"model source {url.scheme}://...: the URL has no host")
-    if url.scheme == "http" and not _is_loopback(host):
+    if url.scheme == "http" and not is_loopback(host):
         raise InvalidSource(
             f"model source http://{host}...: http:// is for loopback addresses only; use https://"
         )
@@ -266,7 +266,9 @@ def _named_query(query: str) -> str:
     return f"query={hashlib.sha256(repr(fields).encode()).hexdigest()[:12]}" if fields else ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host of a URL, without brackets, is this machine. Only such hosts are spoken to without encryption,
+    unless an endpoint is configured so."""
     if host == "localhost":
         return True
     try:

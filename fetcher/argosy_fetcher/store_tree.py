@@ -23,8 +23,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from argosy_fetcher import store_layout
 from argosy_fetcher.disk import FreeSpace
+from argosy_fetcher.store_index import (
+    LAST_USE,
+    LOCK,
+    PARTIAL_PREFIX,
+    TRASH_PREFIX,
+    is_revision,
+    is_source_directory,
+)
 
 MAX_ENTRIES: Final = 100_000
 """Files and directories of one namespace that are looked at in one round. A thousand models have fewer."""
@@ -181,7 +188,7 @@ def _models(root: int, now: float, min_age: float, num_bytes: Counter[str]) -> I
                 )
                 counted.update(usage.shared)
                 num_bytes[namespace] += size
-                if not path[3].startswith(store_layout.TRASH_PREFIX):
+                if not path[3].startswith(TRASH_PREFIX):
                     yield TreeModel(path, size, used_at)
 
 
@@ -194,11 +201,11 @@ def _in_scope(
     num_left: Iterator[int],
 ) -> Iterator[tuple[tuple[str, str, str, str], _Usage, float]]:
     """Yield path, room and last use of a store's models, and of what interrupted removals have left."""
-    for source, in_source in _subdirectories(in_scope, store_layout.is_source_directory, budget):
+    for source, in_source in _subdirectories(in_scope, is_source_directory, budget):
         for name, model in _subdirectories(in_source, _is_model, budget):
             if next(num_left, None) is None:
                 return
-            if name.startswith(store_layout.TRASH_PREFIX):
+            if name.startswith(TRASH_PREFIX):
                 with suppress(OSError):
                     _delete(in_source, name)
                     continue
@@ -219,9 +226,9 @@ def _is_tenant(name: str) -> bool:
 
 
 def _is_model(name: str) -> bool:
-    for prefix in (store_layout.PARTIAL_PREFIX, store_layout.TRASH_PREFIX):
+    for prefix in (PARTIAL_PREFIX, TRASH_PREFIX):
         name = name.removeprefix(prefix)
-    return store_layout.is_revision(name)
+    return is_revision(name)
 
 
 def _measure(model: int, budget: Iterator[int]) -> _Usage:
@@ -250,7 +257,7 @@ def _files(directory: int, budget: Iterator[int], depth: int) -> Iterator[os.sta
 def _last_use(model: int) -> float | None:
     """Return when a model was used last; None if it does not say so."""
     try:
-        status = os.stat(store_layout.LAST_USE, dir_fd=model, follow_symlinks=False)
+        status = os.stat(LAST_USE, dir_fd=model, follow_symlinks=False)
     except OSError:
         return None
     return status.st_mtime if stat.S_ISREG(status.st_mode) else None
@@ -259,9 +266,9 @@ def _last_use(model: int) -> float | None:
 def _touch_if_held(model: int, now: float) -> None:
     """Note the use of a model that a process holds, because that process may see it read-only: its age counts from the
     last round in which somebody held it."""
-    with suppress(OSError), _locked(store_layout.LAST_USE, model) as is_free:
+    with suppress(OSError), _locked(LAST_USE, model) as is_free:
         if not is_free:
-            os.utime(store_layout.LAST_USE, (now, now), dir_fd=model, follow_symlinks=False)
+            os.utime(LAST_USE, (now, now), dir_fd=model, follow_symlinks=False)
 
 
 def _remove(root: int, model: TreeModel, now: float) -> bool:
@@ -272,15 +279,15 @@ def _remove(root: int, model: TreeModel, now: float) -> bool:
         in_scope = opened.enter_context(_opened(scope, in_namespace))
         in_source = opened.enter_context(_opened(source, in_scope))
         directory = opened.enter_context(_opened(name, in_source))
-        is_partial = name.startswith(store_layout.PARTIAL_PREFIX)
+        is_partial = name.startswith(PARTIAL_PREFIX)
         if is_partial:
-            is_free = opened.enter_context(_locked(store_layout.LOCK, in_source))
+            is_free = opened.enter_context(_locked(LOCK, in_source))
         else:
-            is_free = opened.enter_context(_locked(store_layout.LAST_USE, directory))
+            is_free = opened.enter_context(_locked(LAST_USE, directory))
         used_at = None if is_partial else _last_use(directory)
         if not is_free or (used_at is not None and min(used_at, now) > model.last_used_at):
             return False
-        trash = f"{store_layout.TRASH_PREFIX}{secrets.token_hex(8)}"
+        trash = f"{TRASH_PREFIX}{secrets.token_hex(8)}"
         os.rename(name, trash, src_dir_fd=in_source, dst_dir_fd=in_source)
         _delete(in_source, trash)
     return True

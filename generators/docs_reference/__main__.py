@@ -27,7 +27,7 @@ keys are flag names with `-` or `_`. The command line wins over the file, and th
 [environment variables](environment.md) are accepted in addition. Names and
 meanings are vLLM's where vLLM has the flag. Sizes take the suffixes k, m, g (decimal) and K, M, G (binary)."""
 _ROUTER_FLAGS = """\
-Flags of `argosy router`, which [access](../access.md), [replicas](../replicas.md) and
+Flags of `argosy router`, which [access](../access.md), [limits](../limits.md), [replicas](../replicas.md) and
 [observability](../observability.md) explain. `--config FILE` reads a YAML file whose keys are flag names with `-` or
 `_`. The command line wins over [environment variables](environment.md), those over the file, and the file over the
 default."""

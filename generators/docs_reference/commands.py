@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import Never
 from unittest import mock
 
-from argosy.commands.bench import BENCHMARKS
 from argosy.errors import EXIT_CODES
-from argosy.main import COMMANDS, Command
+from argosy.main import BENCHMARKS, COMMANDS, Command
 from argosy_operator.main import EXIT_CODES as OPERATOR_EXIT_CODES
 from docs_reference.flags import rows_of
 from docs_reference.markdown import code, page, section, table
@@ -48,7 +47,7 @@ def _programs(command: Command) -> list[tuple[str, str, str]]:
     """Name, target and help of a command, or of each of its subcommands."""
     if command.name not in _SUBCOMMANDS:
         return [(command.name, command.target, command.help)]
-    return [(f"{command.name} {name}", target, text) for name, target, text in _SUBCOMMANDS[command.name]]
+    return [(f"{command.name} {each.name}", each.target, each.help) for each in _SUBCOMMANDS[command.name]]
 
 
 def _exit_codes() -> str:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
-from argosy_batch.metrics import BatchMetrics
+from argosy_batch.app import BatchMetrics
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.resolved_config import MemoryBudget, ResolvedConfig
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_router.metrics.series import PREFIX, Counter, Histogram, Series
+from argosy_router.metric_series import PREFIX, Counter, Histogram, Series
 from argosy_router.server import Router
 from docs_reference.markdown import code, page, section, table
 from monitoring.promql import PRODUCTION

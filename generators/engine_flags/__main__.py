@@ -10,8 +10,7 @@ from typing import Any, get_args
 
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
-from argosy_engine.vllm_flag_lists import REFUSED, WITHOUT_EFFECT
-from argosy_engine.vllm_flags import VllmFlag
+from argosy_engine.vllm_flags import REFUSED, WITHOUT_EFFECT, VllmFlag
 from argosy_protocol.program.flags import Field, fields_of
 
 _UNSUPPORTED = "not supported"

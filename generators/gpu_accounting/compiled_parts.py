@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from argosy_engine.layers.layer_compiler import INDUCTOR_OPTIONS, CompilableLayer, LayerFunction
-from argosy_engine.layers.plain_operations import plain_operations
+from argosy_engine.layers.norms import plain_operations
 
 _CAPABILITY = (9, 0)
 _PROPERTIES = SimpleNamespace(

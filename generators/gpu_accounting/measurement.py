@@ -17,21 +17,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from argosy_engine.attention.metadata import ModelInputs
+from argosy_engine.attention.backend import ModelInputs
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights, WeightPlan
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts, TritonExperts
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.quantization import linear_method
-from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.layers.linear_method import linear_method
+from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import plan_weights
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device
 from argosy_engine.worker.cuda_graphs import CapturedGraph
 from argosy_engine.worker.model_runner import ModelRunner
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES
 from gpu_report.cases import ALL_CASES
 from gpu_report.report import Row, compiled_rows
 

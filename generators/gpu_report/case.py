@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import DeviceTraits
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.launch import Launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, Launch
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 _TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")

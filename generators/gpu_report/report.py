@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, DeviceTraits, assume_device
-from argosy_engine.triton_kernels.launch import Launch, recorded_launches
+from argosy_engine.triton_kernels.launch import (
+    KNOWN_DEVICES,
+    DeviceTraits,
+    Launch,
+    assume_device,
+    recorded_launches,
+)
 from gpu_report.case import Case
 from gpu_report.cases import ALL_CASES
 from gpu_report.compilation import CompiledKernel, compile_launch

@@ -12,9 +12,8 @@ from transformers import MODEL_MAPPING
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import complete_config
 from encoder_checkpoints import ENCODER_TYPES, encoder_config
@@ -33,11 +32,12 @@ What an engine makes of each `model_type` in config.json. Tests hold a small ran
 transformers' greedy tokens: in batches, in chunks over the prefix cache, and preempted; or, of an encoder, against its
 vectors. *argosy* is the engine's own code, with FP8, tensor, expert and pipeline parallelism, pooling
 and every attention backend that can compute the layers; *transformers* is [transformers' modelling
-code](../supported-models.md#other-architectures) over the same KV cache, with tensor parallelism by its plans where it has one,
-and [pooling](../pooling.md) but of models for images. Attention is over all tokens, a window or chunks, or over their
-latents, as the tests' configs ask for; other configs of a type may ask for less or more. Kimi K2's type, `kimi_k2`,
-counts as `deepseek_v3`. Encoders embed, classify and rerank; they have a row for the architecture without a head. What
-a family lacks of this is told in [serving](../supported-models.md#what-an-engine-loads).
+code](../supported-models.md#other-architectures) over the same KV cache, with tensor parallelism by its plans where it
+has one, and [pooling](../pooling.md) but of models for images. Attention is over all tokens, a window or chunks, or
+over their latents, as the tests' configs ask for; other configs of a type may ask for less or more. Kimi K2's type,
+`kimi_k2`, counts as `deepseek_v3`. Encoders embed, classify and rerank; they have a row for the architecture without a
+head. What a family lacks of this is told
+in [models](../supported-models.md#what-an-engine-loads).
 
 | `model_type` | architecture | code | layers |
 |---|---|---|---|

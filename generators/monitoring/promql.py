@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from argosy_router.config import BatchLimits, RouterConfig
-from argosy_router.metrics.series import PREFIX, Counter, Histogram, Reading, Series
+from argosy_router.metric_series import PREFIX, Counter, Histogram, Reading, Series
 from argosy_router.server import Router
 
 _WINDOW = "$__rate_interval"

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from argosy_resource.foreign_engines import EngineType
+from argosy_resource.engine_arguments import EngineType
 from argosy_resource.types import UpgradePolicy
 
 ANY_ACCOUNT: Final = "*"

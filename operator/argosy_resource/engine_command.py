@@ -1,8 +1,9 @@
-"""The command line and environment of one replica's engine.
+"""How one replica's engine is started and called: its command line and environment, and its labels, port and key.
 
-Owns the translation of `spec.model`, `spec.engine` and `spec.parallelism` into flags of `argosy serve` (vLLM's names),
-for pods and for the local fleet, and the way back for messages of engines. Must not know pods or keys. Invariant: only
-fields that the user set become flags, so the engine alone knows its defaults.
+Owns the strings about engines on which operator, router and local fleet agree, and the translation of `spec.model`,
+`spec.engine` and `spec.parallelism` into flags of `argosy serve` (vLLM's names), for pods and for the local fleet, and
+the way back for messages of engines. Must not know how pods are made. Invariant: only fields that the user set become
+flags, so the engine alone knows its defaults.
 """
 
 from __future__ import annotations
@@ -10,19 +11,42 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from argosy_resource.engine_address import ENGINE_PORT
-from argosy_resource.engine_flags import FLAG_FIELDS
-from argosy_resource.foreign_engines import ForeignEngine
-from argosy_resource.model_source import MODEL_MOUNT
-from argosy_resource.types import InferenceService
+from argosy_resource.engine_arguments import FLAG_FIELDS, ForeignEngine
+from argosy_resource.model import MODEL_MOUNT
+from argosy_resource.types import GROUP, InferenceService
 
+ENGINE_PORT: Final = 8000
+PROGRESS_PORT: Final = 8009
+"""Where the container that fetches the model tells how far it is."""
+API_KEY_ENV: Final = "ARGOSY_API_KEY"
+"""Environment variable, and field of the service's Secret, that holds the engines' internal key."""
+API_KEYS_FIELD: Final = "api-keys"
+"""Field of the service's Secret with all valid internal keys, one per line, the newest first."""
+INTERNAL_KEYS_ENV: Final = "ARGOSY_INTERNAL_KEYS_FILE"
+"""Environment variable that tells the engines where that field is mounted."""
+NODE_KEY_ENV: Final = "ARGOSY_NODE_KEY"
+"""Environment variable, and field of the service's Secret, that holds the key by which the nodes of one engine know
+each other."""
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+NODE_COMPONENT: Final = "engine-node"
+"""Component of a replica's further nodes, which answer no requests. That of a replica itself is `engine`."""
+SERVICE_LABEL: Final = f"{GROUP}/service"
+"""On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
-
 _FLAG: Final = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
-
 _SIZES: Final = ("tensor", "pipeline", "data")
 _PVC: Final = "pvc://"
 _FILE: Final = "file://"
+
+
+def service_label(service: InferenceService) -> str:
+    """Value of `SERVICE_LABEL`: the resource's name, which a CEL rule limits to the length of a label."""
+    return service.metadata.name
+
+
+def selector(service: InferenceService) -> dict[str, str]:
+    """Labels that select the service's pods inside its namespace."""
+    return {COMPONENT_LABEL: "engine", SERVICE_LABEL: service_label(service)}
 
 
 def claim_name(source: str) -> str | None:

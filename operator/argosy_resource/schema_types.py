@@ -1,8 +1,8 @@
 """Bounded field types of the custom resource, and its CEL rules.
 
-Owns the small types that `types` and `pod_overlay` are written in, and `Rule`, which a struct carries in its `rules`.
-Knows nothing of what the fields mean. Invariant: every string, number and list has a limit, so that the API server can
-bound the cost of CEL rules, and no field takes unbounded memory.
+Owns the small types that the resource's types are written in, and `Rule`, which a struct carries in its `rules`. Knows
+nothing of what the fields mean. Invariant: every string, number and list has a limit, so that the API server can bound
+the cost of CEL rules, and no field takes unbounded memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ CACHE_PATTERN: Final = (
     r"^([1-9][0-9]{6,12}|[1-9][0-9]{3,9}(k|Ki)|[1-9][0-9]{0,6}(M|Mi)|[1-9][0-9]{0,3}(G|Gi)"
     r"|([1-9]|[1-5][0-9]|6[0-3])(T|Ti))$"
 )
-"""A number of bytes that an engine's KV cache may have (`engine_limits.KvCacheBytes`), whatever its suffix."""
+"""A number of bytes that an engine's KV cache may have (`program.flags.KvCacheBytes`), whatever its suffix."""
 CacheQuantity = Annotated[
     Annotated[int, Meta(ge=10**6, le=63 << 40)] | Annotated[str, Meta(pattern=CACHE_PATTERN, max_length=32)],
     Meta(

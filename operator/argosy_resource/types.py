@@ -14,31 +14,29 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_protocol.engine_limits import (
-    BlockSize,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Threads,
-)
 from argosy_protocol.fleet import RoutingPolicy
-from argosy_resource.argument_rules import ARGS_RULES, MAX_ARGUMENTS, Argument
-from argosy_resource.canary_spec import CanaryRollout, RolloutStatus
-from argosy_resource.foreign_engines import FOREIGN_ENGINES, EngineType, ForeignEngine
-from argosy_resource.model_source import (
+from argosy_protocol.program.flags import BlockSize, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs, Threads
+from argosy_resource.engine_arguments import (
+    ARGS_RULES,
+    FOREIGN_ENGINES,
+    MAX_ARGUMENTS,
+    Argument,
+    EngineType,
+    ForeignEngine,
+)
+from argosy_resource.model import (
     FETCH_CREDENTIALS,
     FETCH_CREDENTIALS_MESSAGE,
     FETCH_ENV,
     FETCH_ENV_MESSAGE,
     MODELS_MOUNT,
     REMOTE_PATTERN,
+    Model,
 )
-from argosy_resource.model_spec import Model
-from argosy_resource.parallelism import Parallelism, devices_expression
-from argosy_resource.placement import Placement, PodDisruptionBudget
-from argosy_resource.pod_overlay import EnvVar, PodTemplate
-from argosy_resource.resources import Resources
-from argosy_resource.scaling_spec import Scaling, ScalingStatus
+from argosy_resource.pod_fields import EnvVar, Placement, PodDisruptionBudget, PodTemplate
+from argosy_resource.resources import Parallelism, Resources, devices_expression
+from argosy_resource.rollout import Rollout, RolloutStatus
+from argosy_resource.scaling import Scaling, ScalingStatus
 from argosy_resource.schema_types import (
     MAP_BY_NAME,
     MAP_BY_TYPE,
@@ -109,7 +107,8 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     type: EngineType = "argosy"
     """Which engine: ours, or stock `vllm` or `sglang`, whose replicas routers use without telemetry
-    (docs/serving-on-kubernetes.md#other-engines). Its image is the operator's default for the type, unless image names one."""
+    (docs/serving-on-kubernetes.md#other-engines). Its image is the operator's default for the type, unless image
+    names one."""
     image: (
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")] | None
     ) = None
@@ -160,56 +159,6 @@ class Engine(Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def kv_cache_memory_bytes(self) -> int | None:
         return None if self.kv_cache_memory is None else quantity_bytes(self.kv_cache_memory)
-
-
-class Rollout(Struct, frozen=True, kw_only=True, rename="camel"):
-    """How a change is rolled out to the replicas."""
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            rule=(
-                "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge + self.maxUnavailable > 0"
-            ),
-            message="maxSurge and maxUnavailable must not both be 0: no replica could ever be replaced",
-            field_path=".maxSurge",
-        ),
-    )
-    max_surge: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Replicas that may exist beyond `replicas` while a change rolls out. 1 if left out, 0 if only maxUnavailable is
-    set. Where the cluster has no GPU left for a surge, replicas are replaced in place, one at a time, as long as
-    another one keeps serving; with a single replica, or with maxUnavailable 0, the rollout waits (reason
-    WaitingForCapacity). The first new replica is created alone; if it fails, no other one is replaced (reason
-    RolloutHalted)."""
-    max_unavailable: Annotated[int, Meta(ge=0, le=1000)] | None = None
-    """Replicas that may be missing while a change rolls out. 0 if left out, 1 if maxSurge is 0. The last routable
-    replica is removed only if this allows all of them to be missing."""
-    in_place_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 0
-    """How long a rollout that finds no GPU or quota for its surge waits for one before it replaces replicas in place:
-    the time that a cluster autoscaler takes to add a node (reason NoGPUForSurge). 0, the default, does not wait. For
-    memory or a node it waits for 300 s at least (NoRoomForSurge). Where replicas are never replaced in place, it has no
-    effect."""
-    canary: CanaryRollout | None = None
-    """Tries a change on a few replicas and a share of the requests first, and takes it back if it makes figures worse.
-    If left out, a change is rolled out as soon as its first replica works."""
-    drain_seconds: Annotated[int, Meta(ge=0, le=600)] = 5
-    """How long a terminating replica keeps serving before it is told to stop, so that every router stops sending it
-    requests first."""
-    progress_deadline_seconds: Annotated[int, Meta(ge=30, le=86_400)] = 1800
-    """How long a rollout may go without progress before Progressing turns False."""
-
-    @property
-    def surge(self) -> int:
-        """maxSurge in effect."""
-        if self.max_surge is not None:
-            return self.max_surge
-        return 0 if self.max_unavailable else 1
-
-    @property
-    def unavailable(self) -> int:
-        """maxUnavailable in effect."""
-        if self.max_unavailable is not None:
-            return self.max_unavailable
-        return 0 if self.surge else 1
 
 
 class RouterLimits(Struct, frozen=True, kw_only=True, rename="camel"):

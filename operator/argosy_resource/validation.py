@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import msgspec
 from msgspec import Struct
 
-from argosy_resource.argument_rules import RULE_OF_TEXT, ArgumentRule
-from argosy_resource.engine_flags import argument_problems
+from argosy_resource.engine_arguments import RULE_OF_TEXT, ArgumentRule, argument_problems
 from argosy_resource.schema_types import quantity_value
 from argosy_resource.types import API_VERSION, GROUP, KIND, InferenceService, parse
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from argosy_protocol import deep_json
+from argosy_protocol import json_limits
 
 FLEET_VERSION = 1
 """Version of the document. Readers accept any version and ignore fields that they do not know; a writer bumps it only
@@ -281,4 +281,4 @@ def decode_fleet(data: bytes | str) -> FleetDocument:
         msgspec.ValidationError: a field has the wrong type or is out of bounds.
         msgspec.DecodeError: not JSON.
     """
-    return deep_json.decode(_DOCUMENTS, data if isinstance(data, bytes) else data.encode())
+    return json_limits.decode(_DOCUMENTS, data if isinstance(data, bytes) else data.encode())

@@ -1,15 +1,11 @@
 """The fleet keys that are valid now: one, or several while the fleet key is rotated.
 
-Owns: which keys of a mounted Secret count, and for how long a key counts that has left it. Must not know: what is
-derived from them, who reads when.
+The Secret is mounted as a directory: its file `key` has the key, and `previous`, which may be missing, the one before.
+The bytes count as they are, line ends included.
+
 Invariants: while the files cannot be read, or hold no usable key, the keys stay as they were; a key that has left the
 files stays valid for `LINGER_S`, because the other programs of the installation see the change at another time.
-
-The Secret is mounted as a directory. Its file `key` has the key, and `previous`, which may be missing, the one before.
-The bytes count as they are, line ends included.
 """
-
-# Not compiled: runs once a second.
 
 from __future__ import annotations
 

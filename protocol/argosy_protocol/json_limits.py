@@ -1,12 +1,16 @@
-"""Bounds on JSON from clients: nesting depth, number of values, and that the text is UTF-8.
+"""JSON from outside: bounds, and what a decoder takes beyond the types.
 
-The depth bounds the stack of code that walks a decoded value, all of which is recursive. The number of values bounds
-the time and memory of decoding, which the number of bytes hardly does. Decoders into structs skip the names of unknown
-fields unread, on which decoders into mappings fail later if they are not UTF-8.
+A request body has bounds of its nesting depth and of its number of values, and its text is UTF-8 (`decode_body`). The
+depth bounds the stack of code that walks a decoded value, all of which is recursive; the number of values bounds the
+time and memory of decoding, which the number of bytes hardly does. Decoders into structs skip the names of unknown
+fields unread, on which decoders into mappings fail later if they are not UTF-8. An error names the field at fault, and
+shows its value if that is nobody's text.
 
-Owns: the bounds; checks that take microseconds on ordinary bodies and linear time on any other; the errors for bodies
-that cannot be decoded (`invalid_value` finds the value that they name).
-Must not know: what the values mean.
+Fields take null for their default (`NullDefaults`). Objects of a Kubernetes API server may nest deeper than any decoder
+reads, since whoever writes one may set `metadata.managedFields`, where the server takes 10,000 levels; below
+`CUT_DEPTH` they are cut, not refused, because one of them would end every list and watch that has it (`decode`).
+
+Invariant: checks take microseconds on ordinary bodies, and linear time on any other.
 """
 
 from __future__ import annotations
@@ -14,17 +18,27 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Generator
-from functools import cache
+from collections.abc import Callable, Generator
+from functools import cache, lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from types import NoneType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.inspect import (
+    ListType,
+    LiteralType,
+    Metadata,
+    StructType,
+    TypedDictType,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
-from argosy_protocol.invalid_value import allowed_values, shown_value
 
 _Body = TypeVar("_Body")
 _T = TypeVar("_T")
@@ -296,3 +310,184 @@ def _field_of_depth(body: bytes) -> str | None:
         if number > _MAX_SEARCHED_TOKENS:
             return None
     return None
+
+
+_MAX_SHOWN_CHARS = 64
+_MAX_QUOTED_BODY_BYTES = 64 * 1024
+"""Larger bodies are not decoded a second time for the sake of a message."""
+ADVISED = "advised"
+"""Key of a type's `Meta(extra=...)` with the values that messages name, in place of all that it takes."""
+_MAX_SHOWN_ITEMS = 3
+_PROMPTS = frozenset(("messages", "prompt", "input", "documents"))
+"""Fields whose values may be anybody's text."""
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+def shown_value(body: bytes, kind: Any, path: str) -> str:
+    """Return the end of a message that quotes the value at `path`, or empty text if it cannot or should not be shown.
+
+    Args:
+        body: JSON that is no `kind`.
+        kind: the type of the whole body.
+        path: such as `stream_options.include_usage` or `stop[0]`. The path of a mapping means one of its items.
+    """
+    steps = [name or int(index) for name, index in _STEP.findall(path)]
+    if len(body) > _MAX_QUOTED_BODY_BYTES or not steps or steps[0] in _PROMPTS:
+        return ""
+    try:
+        value: Any = msgspec.json.decode(body)
+        for step in steps:
+            value = value[step]
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError):
+        return ""
+    if isinstance(value, dict) and len(steps) == 1:
+        value = _items_at_fault(value, kind, steps[0])
+    if isinstance(value, list | None):
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return f"; it is {text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + '...'}"
+
+
+@lru_cache(maxsize=256)
+def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
+    """Return the values that the field at `path` may have, or those to advise (`ADVISED`), if its type lists them.
+
+    Args:
+        kind: the type of the whole body.
+        path: as in `shown_value`.
+    """
+    kinds: list[Any] = [type_info(kind)]
+    for name, _ in _STEP.findall(path):
+        kinds = [inner for each in _members(kinds) for inner in _parts(each, name)]
+    return tuple(value for each in _members(kinds) if isinstance(each, LiteralType) for value in each.values)
+
+
+def _members(kinds: list[Any]) -> list[Any]:
+    """Return the types with each union replaced by its members."""
+    members: list[Any] = []
+    for kind in kinds:
+        inner = kind.type if isinstance(kind, Metadata) else kind
+        if isinstance(kind, Metadata) and kind.extra and ADVISED in kind.extra:
+            inner = LiteralType(kind.extra[ADVISED])
+        members += _members(list(inner.types)) if isinstance(inner, UnionType) else [inner]
+    return members
+
+
+def _parts(kind: Any, name: str) -> list[Any]:
+    """Return the types of an object's field, or of a list's items if the name is empty."""
+    if not name:
+        return [kind.item_type] if isinstance(kind, ListType | VarTupleType) else []
+    fields = kind.fields if isinstance(kind, StructType | TypedDictType) else ()
+    return [field.type for field in fields if field.encode_name == name]
+
+
+def _items_at_fault(mapping: dict[str, Any], kind: Any, field: Any) -> dict[str, Any] | None:
+    """Return the first items that the field's type does not allow; None if it is not the fault of items."""
+    kinds = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
+    wrong: dict[str, Any] = {}
+    for key, value in mapping.items():
+        try:
+            msgspec.convert({key: value}, kinds[field], str_keys=True)
+        except msgspec.ValidationError:
+            wrong[key] = value
+            if len(wrong) == _MAX_SHOWN_ITEMS:
+                break
+    return wrong or None
+
+
+if TYPE_CHECKING:
+    Nullable = Annotated[_T, "nullable"]
+else:
+
+    class Nullable:
+        """`Nullable[T]` is what decoders accept, T or null; type checkers read T, as `NullDefaults` keeps no null."""
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return kind | None
+
+
+class NullDefaults(Struct):
+    """Base of structs in which a field that is null gets its default, unless the default is null."""
+
+    def __post_init__(self) -> None:
+        defaults, values = _null_defaults(type(self))
+        if None not in values(self):
+            return
+        for name, default in defaults:
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+
+
+@cache
+def _null_defaults(
+    struct: type[Struct],
+) -> tuple[tuple[tuple[str, Any], ...], Callable[[Any], tuple[Any, ...]]]:
+    """Return the fields whose type has null, and whose default is another value, and what reads their values."""
+    fields = msgspec.structs.fields(struct)
+    defaults = tuple(
+        (field.name, field.default)
+        for field in fields
+        if field.default not in (None, msgspec.NODEFAULT) and _takes_null(field.type)
+    )
+    if len(defaults) < 2:  # of one name attrgetter returns the value alone
+        return defaults, lambda value: tuple(getattr(value, name) for name, _ in defaults)
+    return defaults, attrgetter(*(name for name, _ in defaults))
+
+
+def _takes_null(kind: Any) -> bool:
+    return type(None) in getattr(kind, "__args__", ())
+
+
+CUT_DEPTH: Final = 100
+TOKENS_PER_STEP: Final = 8192
+"""Brackets and strings of a step, which takes a millisecond or two: an object of 1.5 MB may have a million of them."""
+_TEXT_TOKEN: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]')
+
+
+def loads(text: str | bytes) -> Any:
+    """Read a JSON text. In one that is too deep for the decoder, whatever is below CUT_DEPTH levels is null.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return json.loads(cut(text if isinstance(text, str) else text.decode()))
+
+
+def decode(decoder: msgspec.json.Decoder[_T], text: bytes | msgspec.Raw) -> _T:
+    """`loads` with a decoder.
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON, or not of this type.
+    """
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        return decoder.decode(cut(bytes(text).decode()))
+
+
+def cut(text: str) -> str:
+    """The text with null in place of each object or list below CUT_DEPTH levels."""
+    return done(cutting(text))
+
+
+def cutting(text: str) -> Steps[str]:
+    """Do what `cut` does in steps, for an event loop with other work: whoever may create pods sends as many as they
+    like."""
+    kept, start, depth = [], 0, 0
+    for number, token in enumerate(_TEXT_TOKEN.finditer(text), 1):
+        if number % TOKENS_PER_STEP == 0:
+            yield
+        sign = token[0]
+        if sign in ("{", "["):
+            if depth == CUT_DEPTH:
+                kept.append(text[start : token.start()])
+            depth += 1
+        elif sign in ("}", "]"):
+            depth -= 1
+            if depth == CUT_DEPTH:
+                kept.append("null")
+                start = token.end()
+    return "".join((*kept, text[start:])) if depth == 0 else ""

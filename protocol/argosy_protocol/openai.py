@@ -5,21 +5,61 @@ strict but for numbers and booleans written as texts (`n: "1"`) and booleans as 
 bound, unknown fields are ignored as OpenAI's servers do.
 A field appears here once the engine honours it, or to be refused where ignoring it would change the answer
 (`unsupported`).
+
+Also here are two of vLLM's APIs that take a chat: /v1/chat/completions/batch, several chats with the same parameters,
+answered by one chat completion whose choices are the answers in their order; and /tokenize and /detokenize.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from argosy_protocol.allowed_tools import ALLOWED_TOOLS, allowed, function_name
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.headers import REQUEST_ID_FORM
-from argosy_protocol.json_limits import decode_body
-from argosy_protocol.null_defaults import Nullable, NullDefaults
+from argosy_protocol.json_limits import Nullable, NullDefaults, decode_body
+
+ALLOWED_TOOLS = "allowed_tools"
+"""The type of such a choice."""
+
+
+def function_name(tool: object) -> object:
+    """The name of a tool as chats describe it; None if it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def allowed(
+    tools: Sequence[dict[str, Any]], mode: object, names: Sequence[object], where: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the remaining choice, and the tools that it allows.
+
+    Args:
+        tools: the request's, as chats describe them.
+        mode: as the client sent it.
+        names: the values that the client sent as names.
+        where: the field with `mode` and `tools`, for errors.
+
+    Raises:
+        BadRequest: the mode is neither `auto` nor `required`, or a name is none of the tools'.
+    """
+    if mode not in ("auto", "required"):
+        raise BadRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
+    named_by = [function_name(tool) for tool in tools]
+    allowed_names = {name for name in names if isinstance(name, str)}
+    known = {name for name in named_by if isinstance(name, str)}
+    if not names or not all(isinstance(name, str) for name in names) or not allowed_names <= known:
+        raise BadRequest(f"{where}.tools must name some of tools", param=f"{where}.tools")
+    return str(mode), [
+        tool
+        for tool, name in zip(tools, named_by, strict=True)
+        if isinstance(name, str) and name in allowed_names
+    ]
+
 
 MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
@@ -369,12 +409,7 @@ NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty; only
 
 
 def decode_request(endpoint: Endpoint, body: bytes) -> ChatCompletionRequest | CompletionRequest:
-    """Decode a request body.
-
-    Raises:
-        BadRequest: not JSON, nested too deeply, wrong types or out of bounds; `param` names the field.
-        PayloadTooLarge: it has too many values.
-    """
+    """Decode a request body, as `decode_body` does."""
     if endpoint == "chat/completions":
         return decode_body(_CHAT, body)
     try:
@@ -557,3 +592,136 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+
+
+_Conversation = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+_SINGLE = {
+    "n": (None, 1),
+    "stream": (False,),
+    "tools": (None,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (None,),
+    "resume": (None,),
+}
+"""Fields of a single chat only -> the values with which a batch takes them."""
+
+
+class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
+    """Body of /v1/chat/completions/batch."""
+
+    messages: Annotated[list[_Conversation], Meta(min_length=1, max_length=MAX_CHOICES)]  # type: ignore[assignment]
+
+    def check_messages(self) -> None:
+        for field, neutral in _SINGLE.items():
+            if getattr(self, field) not in neutral:
+                raise BadRequest(
+                    f"{field} is not supported in a batch; use /v1/chat/completions", param=field
+                )
+        self.chats()
+
+    def chats(self) -> list[ChatCompletionRequest]:
+        """Return the chats.
+
+        Raises:
+            BadRequest: a message lacks its content.
+        """
+        shared = {name: getattr(self, name) for name in ChatCompletionRequest.__struct_fields__}
+        chats = []
+        for index, conversation in enumerate(self.messages):
+            try:
+                chats.append(ChatCompletionRequest(**{**shared, "messages": conversation}))
+            except BadRequest as error:
+                given = error.param or ""
+                if given.startswith("messages["):
+                    error.param = f"messages[{index}]{given.removeprefix('messages')}"
+                    error.message = error.message.replace(given, error.param, 1)
+                raise
+        return chats
+
+
+_BATCH = msgspec.json.Decoder(BatchChatCompletionRequest)
+
+
+def decode_batch_request(body: bytes) -> BatchChatCompletionRequest:
+    """Decode a body of /v1/chat/completions/batch, as `decode_body` does."""
+    return decode_body(_BATCH, body)
+
+
+class _InternalFields(InternalFields, kw_only=True):
+    data_parallel_rank: None = None
+    """Nothing is computed that a rank could be chosen for."""
+
+
+class TextTokenizeRequest(_InternalFields, kw_only=True):
+    prompt: str
+    model: ModelField = ""
+    add_special_tokens: Nullable[bool] = True
+    return_token_strs: Nullable[bool] = False
+
+
+class ChatTokenizeRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
+    """A chat, of which only the fields that determine the prompt are used."""
+
+    return_token_strs: Nullable[bool] = False
+
+
+class DetokenizeRequest(_InternalFields, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: ModelField = ""
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """The tokens as they are spelled in the vocabulary."""
+
+
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class _Form(_InternalFields):
+    """Fields that tell which of the two requests it is, and its model."""
+
+    model: ModelField = ""
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_FORM = msgspec.json.Decoder(_Form)
+_TEXT = msgspec.json.Decoder(TextTokenizeRequest)
+_TOKENIZE_CHAT = msgspec.json.Decoder(ChatTokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRequest:
+    """Decode a body of /tokenize.
+
+    Raises:
+        BadRequest: not JSON, wrong types or out of bounds, or not one of a prompt and a chat; `param` names the field.
+        PayloadTooLarge: it has too many values.
+    """
+    form = decode_body(_FORM, body)
+    has_prompt, has_chat = (bytes(field) not in (b"", b"null") for field in (form.prompt, form.messages))
+    if has_prompt and has_chat:
+        raise BadRequest("give `prompt` or `messages`, not both", param="messages")
+    if not has_prompt and not has_chat:
+        raise BadRequest("the request needs `prompt`, or a chat in `messages`", param="prompt")
+    return decode_body(_TOKENIZE_CHAT, body) if has_chat else decode_body(_TEXT, body)
+
+
+def decode_detokenize_request(body: bytes) -> DetokenizeRequest:
+    """Decode a body of /detokenize, as `decode_body` does."""
+    return decode_body(_DETOKENIZE, body)
+
+
+def only_model(body: bytes) -> ChatCompletionRequest:
+    """Reduce either request to what routing needs: an empty chat with its model, as nothing is computed or cached.
+
+    Raises:
+        BadRequest, PayloadTooLarge: as `decode_tokenize_request`.
+    """
+    return ChatCompletionRequest(messages=[], model=decode_body(_FORM, body).model, max_tokens=0)

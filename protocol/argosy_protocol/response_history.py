@@ -17,8 +17,14 @@ from msgspec import Struct
 
 from argosy_protocol.errors import BadRequest, PayloadTooLarge, ResponseNotFound
 from argosy_protocol.json_limits import Steps, done
-from argosy_protocol.response_object import ID_PREFIX, ItemList, ResponseState
-from argosy_protocol.responses import ResponseContentPart, ResponseItem, ResponsesRequest
+from argosy_protocol.responses import (
+    ID_PREFIX,
+    ItemList,
+    ResponseContentPart,
+    ResponseItem,
+    ResponsesRequest,
+    ResponseState,
+)
 from argosy_protocol.responses_chat import input_items
 
 MAX_REFERENCED = 64
@@ -70,7 +76,7 @@ class StoredResponse(Struct, frozen=True):
     items: list[msgspec.Raw]
     """The conversation before it, oldest item first, each with an id."""
     runner: str = ""
-    """Of one that is generated in the background: what tells whether that goes on (the router's `run_heartbeats`)."""
+    """Of one that is generated in the background: what tells whether that goes on (the router's `RunHeartbeat`)."""
 
     def state(self) -> ResponseState:
         return _decode_state(self.response)

@@ -1,7 +1,8 @@
-"""Skipped: what of a request no model here reads and the chat leaves out, by its kind.
+"""What of a request no model here reads: left out of the chat or replaced by a note, and counted by its kind.
 
-Agents send their whole history with each request, blocks of other servers included; one that is refused would end the
-session. So history is never refused for a block that is not known: it is left out, and counted.
+Agents send their whole history with each request, blocks of other servers included, and what other models have answered
+and tools have returned; one that is refused would end the session. So history is never refused for a block that is not
+known; of a chat only the user's newest message is refused for one.
 
 Invariant: there are few kinds, whatever clients send; any other counts as `other`.
 """
@@ -9,9 +10,13 @@ Invariant: there are few kinds, whatever clients send; any other counts as `othe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import Struct
+
+from argosy_protocol.openai import ChatMessage
 
 _Read = TypeVar("_Read")
 
@@ -76,6 +81,35 @@ SKIPPED_KINDS: Final = {
 """By API."""
 
 
+FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class _Typed(Struct):
+    type: Any = None
+
+
+_TYPE: Final = msgspec.json.Decoder(_Typed)
+
+
+def can_decode(decoder: msgspec.json.Decoder[Any], value: msgspec.Raw) -> bool:
+    """Whether a value is what a decoder takes."""
+    try:
+        decoder.decode(value)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def only_type(value: msgspec.Raw, read: Container[str]) -> msgspec.Raw | None:
+    """Return an object with the type of `value` alone, in place of one of a kind that nobody here reads; None if it is
+    one of those that are read, or has no type."""
+    kind = _TYPE.decode(value).type
+    if not isinstance(kind, str) or kind in read:
+        return None
+    return msgspec.Raw(msgspec.json.encode({"type": kind[:64] or "unknown"}))
+
+
 class Skipped:
     """Collects what the translation of one request leaves out.
 
@@ -116,3 +150,53 @@ class Skipped:
     def dropped_tools(self) -> str:
         """The kinds of the tools, as a header says them; empty without any."""
         return ", ".join(sorted(self.tools))
+
+
+_NOTES: Final = {
+    "audio": "[audio that the model does not get]",
+    "file": "[file that the model does not get]",
+    "image_url": IMAGE_NOTE,
+    "input_audio": "[audio that the model does not get]",
+    "video_url": "[video that the model does not get]",
+}
+_REPLAYED_ROLES: Final = frozenset(("assistant", "function", "tool"))
+
+
+def newest_message(messages: Sequence[ChatMessage]) -> int:
+    """Return the index of the user's last message; the number of messages if there is none."""
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].role == "user":
+            return index
+    return len(messages)
+
+
+def is_replayed(message: ChatMessage, index: int, newest: int) -> bool:
+    """Whether a message is one that its client has from elsewhere, or has sent before.
+
+    Args:
+        newest: `newest_message`.
+    """
+    return index < newest or message.role in _REPLAYED_ROLES
+
+
+def replayed_text(part: Mapping[str, Any]) -> str | None:
+    """Return what a model reads of a part that is of no type `text`; None if nothing."""
+    kind = part.get("type")
+    refusal = part.get("refusal")
+    if kind == "refusal" and isinstance(refusal, str):
+        return refusal
+    return _NOTES.get(kind) if isinstance(kind, str) else None
+
+
+def skipped_parts(messages: Sequence[ChatMessage]) -> Skipped:
+    """Return which parts of a chat's history its model does not get."""
+    skipped = Skipped(CHAT_KINDS)
+    newest = newest_message(messages)
+    for index, message in enumerate(messages):
+        if not isinstance(message.content, list) or not is_replayed(message, index, newest):
+            continue
+        for part in message.content:
+            kind = part.get("type")
+            if kind not in ("refusal", "text"):
+                skipped.add(str(kind))
+    return skipped

@@ -1,4 +1,4 @@
-"""Telemetry frames: an engine's reports of its prefix cache and load to routers.
+"""What an engine tells of its prefix cache: telemetry frames to routers, and its hottest prefixes to a new replica.
 
 One long-lived HTTP response (`headers.TELEMETRY_PATH`) carries frames, each a little-endian u32 length and a msgpack
 map tagged by `type`. The first frame is `Hello`, followed by `Snapshot` slices until one has `last`, then deltas and at
@@ -7,6 +7,10 @@ is disconnected and starts over with a new snapshot.
 
 Versions: fields are only ever added, with defaults, and a reader skips frame types that it does not know. A change that
 a reader of version N cannot follow raises `min_reader_version`, and such a reader treats the replica as foreign.
+
+The hottest prefixes are at `GET /internal/hot_prefixes?max_tokens=N`, as msgpack, for a replica that computes them
+before it gets requests. They are parts of clients' prompts: only whoever has the engine's administrative key gets them,
+and only engines read them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -234,3 +238,35 @@ def _from_little_endian(typecode: Literal["I", "Q"], data: bytes) -> array[int]:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+HOT_PREFIXES_PATH: Final = "/internal/hot_prefixes"
+HOT_PREFIXES_CONTENT_TYPE: Final = "application/msgpack"
+MAX_TOKENS: Final = 1 << 18
+"""Most tokens of all prefixes together: 1 MiB, and some ten seconds of prefill."""
+MAX_PREFIXES: Final = 256
+MAX_WARM_UP_TOKENS: Final = 16_384
+"""Most tokens that a new replica computes: prefill of about two seconds on a mid-size GPU. The
+hottest prefixes come first, so more tokens save little, and a fleet that lacks replicas waits
+meanwhile (bench/router/scaling_replay.py)."""
+
+
+class HotPrefix(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prefix, from the prompt's beginning to the end of a KV cache block."""
+
+    token_ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_TOKENS)]
+    """Little-endian u32 array."""
+    cache_salt: Annotated[str, Meta(max_length=65_536)] | None = None
+    """The salt that separates the prompts of one tenant from all others, as the request had it."""
+    chunk_hashes: bytes = b""
+    """Hashes of the router's chunks that end within the prefix: little-endian u64 array."""
+    chunk_tokens: bytes = b""
+    """For each of these the number of tokens up to its end: little-endian u32 array."""
+
+
+class HotPrefixReport(Struct, frozen=True, kw_only=True):
+    """The hottest prefixes, hottest first."""
+
+    model_fingerprint: str
+    """Of another model the token ids would mean nothing."""
+    prefixes: Annotated[tuple[HotPrefix, ...], Meta(max_length=MAX_PREFIXES)] = ()

@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from argosy_protocol.fleet import RoutingPolicy
-from argosy_protocol.program.browser_origins import origins_problem
-from argosy_protocol.program.flags import Flag
+from argosy_protocol.program.flags import Flag, origins_problem
 
 MAX_WAIT_S = 3600.0
 """Upper bound of queue timeouts; the same as for a service's own limits."""

@@ -1,4 +1,9 @@
-"""`argosy router`: read flags, environment and configuration file, and run the router until it is stopped."""
+"""`argosy router`: read flags, environment and configuration file, and run the router until it is stopped.
+
+On SIGUSR1 the router writes to standard error what it is doing, without interrupting anything: a separate thread first
+writes the stacks of all threads, so that they appear even if the event loop hangs; once the loop turns, its tasks and
+the current requests follow.
+"""
 
 # Not compiled: runs once, at the start.
 
@@ -6,21 +11,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import faulthandler
+import logging
 import os
 import resource
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from argosy_protocol.program.flags import FlagParser, InvalidValue, decode_path
-from argosy_protocol.program.freed_memory import return_freed_memory
-from argosy_protocol.program.log_format import configure_logging
-from argosy_protocol.program.short_collections import ShortCollections
+from argosy_protocol.program.process import (
+    ShortCollections,
+    configure_logging,
+    describe_tasks,
+    return_freed_memory,
+)
 from argosy_router.config import ConfigError, RouterConfig
-from argosy_router.http.connection_limit import SPARE_DESCRIPTORS, default_connections, open_files_limit
-from argosy_router.observability.debug_signal import describe_on_signal, signal_held
-from argosy_router.observability.line_writer import LineHandler, LineWriter
+from argosy_router.http.limits import SPARE_DESCRIPTORS, default_connections, open_files_limit
+from argosy_router.observability.lines import LineHandler, LineWriter
 
+log = logging.getLogger(__name__)
 EXIT_USAGE = 2
 EXIT_ADDRESS = 3
 MOVED = frozenset(
@@ -139,6 +152,43 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextlib.contextmanager
+def signal_held() -> Iterator[None]:
+    """Block SIGUSR1, whose default action would kill the process, until `describe_on_signal` waits for it. Threads
+    that are started inside the block inherit the mask and never receive it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def describe_on_signal(loop: asyncio.AbstractEventLoop, describe: Callable[[], str]) -> None:
+    """Start answering the signal. Call it inside `signal_held`.
+
+    Args:
+        describe: returns the state of the router; called in the event loop, its exceptions are logged.
+    """
+
+    def tell() -> None:
+        try:
+            log.warning("%s\n%s", describe(), describe_tasks(loop))
+        except Exception:
+            log.exception("the state could not be described")
+
+    threading.Thread(target=_wait, args=(loop, tell), daemon=True, name="diagnostics").start()
+
+
+def _wait(loop: asyncio.AbstractEventLoop, tell: Callable[[], None]) -> None:
+    while not loop.is_closed():
+        signal.sigwait({signal.SIGUSR1})
+        with contextlib.suppress(OSError):  # the reader is gone
+            os.write(2, b"argosy router, process %d: stacks of all threads\n" % os.getpid())
+            faulthandler.dump_traceback(2, all_threads=True)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(tell)
 
 
 if __name__ == "__main__":

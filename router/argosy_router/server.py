@@ -1,7 +1,11 @@
-"""The router process: assembly of its parts, start, drain and stop.
+"""The router process: assembly of its parts, start, drain and stop; the rotation of the fleet key; and the OpenAPI
+document of its main port.
 
-Owns: the lifecycle of one router in one event loop. Must not know: command line, environment.
-Invariant: every task has an owner here or in the fleet, and `run` returns only when all have ended.
+Owns: the lifecycle of one router in one event loop; when the mounted Secret with the fleet keys is looked at, and when
+replicas are asked for the newest. Must not know: command line, environment.
+Invariants: every task has an owner here or in the fleet, and `run` returns only when all have ended. A replica is sent
+a newer key once it has accepted that one here, and not before; at rest, with every replica on the newest key, no
+replica is asked anything.
 """
 
 # Not compiled: runs once, at the start.
@@ -14,66 +18,78 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from argosy_protocol import __version__
-from argosy_protocol.batch_program import batch_keys
-from argosy_protocol.bearer_keys import KeyRing
-from argosy_protocol.fleet_keys import FleetKeys
+from argosy_protocol.api_descriptions import (
+    GENERATION,
+    MODELS,
+    ORDER,
+    STORED_RESPONSES,
+    TEXT,
+    Operation,
+    Route,
+    Schema,
+    openapi_document,
+)
+from argosy_protocol.batch_program import (
+    MAX_EXPIRY_S,
+    MAX_LISTED_FILES,
+    MIN_EXPIRY_S,
+    BatchObject,
+    CreateBatch,
+    DeletedFile,
+    FileObject,
+    Page,
+    batch_keys,
+)
+from argosy_protocol.batch_program import MAX_LISTED_BATCHES as MAX_BATCHES
+from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
+from argosy_protocol.headers import KeyRing, internal_key
 from argosy_protocol.program.listen import BACKLOG, explain_listen_errors, listen
-from argosy_protocol.program.supervision import begun_anew
-from argosy_router.admin.app import AdminServer, admin_keys, build_admin
-from argosy_router.admin.history import History
-from argosy_router.admin.load_reports import LoadReports
-from argosy_router.admin.overview import Overviews
-from argosy_router.auth.key_file import ApiKeys
-from argosy_router.batch.batch_client import BatchClient
-from argosy_router.batch.forwarded_routes import ForwardedRoutes
+from argosy_protocol.program.process import begun_anew
+from argosy_protocol.reports import ADMIN_KEY_UID
+from argosy_router import metrics as define
+from argosy_router.admin.app import admin_keys, build_admin
+from argosy_router.admin.overview import History, LoadReports, Overviews
+from argosy_router.admin.server import AdminServer
+from argosy_router.auth.api_keys import ApiKeys
+from argosy_router.batch import BatchClient, ForwardedRoutes
 from argosy_router.config import DEFAULT_ADMIN_PORT, ConfigError, RouterConfig
-from argosy_router.discovery.dns import DnsDiscovery
-from argosy_router.discovery.file import FileDiscovery
-from argosy_router.discovery.source import Discovery
-from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.discovery.sources import Discovery, DnsDiscovery, FileDiscovery, StaticDiscovery
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
-from argosy_router.fleet.key_rotation import KeyRotation
-from argosy_router.flow_control.controller import FlowController
-from argosy_router.http.cross_origin import CrossOrigin
+from argosy_router.fleet.replica import Replica
+from argosy_router.flow_control import FlowController
 from argosy_router.http.deadlines import TICK_S, TimerWheel
+from argosy_router.http.messages import CrossOrigin
 from argosy_router.http.server_connection import ServerConnection, ServerState
-from argosy_router.http.tls import ServerTls, UpstreamTls
+from argosy_router.http.tls import ServerTls, TlsListener
 from argosy_router.http.tls import watch as watch_tls
-from argosy_router.http.tls_listener import TlsListener
-from argosy_router.metrics import definitions as define
-from argosy_router.metrics.registry import Metrics
-from argosy_router.metrics.series import Labels
-from argosy_router.native.build_kind import BUILD_KIND
+from argosy_router.http.upstream import UpstreamError, UpstreamTls, fetch
+from argosy_router.metric_series import Labels
+from argosy_router.metrics import Metrics
+from argosy_router.native.build import BUILD_KIND
 from argosy_router.observability.access_log import AccessLog
-from argosy_router.observability.line_writer import LineWriter
-from argosy_router.observability.trace_capture import TraceCapture
+from argosy_router.observability.lines import LineWriter, TraceCapture
 from argosy_router.observability.usage_ledger import UsageLedger
-from argosy_router.proxy.accounting.rate_limit_charges import RateLimitCharges
-from argosy_router.proxy.accounting.request_accounting import RequestAccounting
-from argosy_router.proxy.application import RouterApplication
-from argosy_router.proxy.background_load import BackgroundLoad
-from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.downstream.commented_stream import CommentSchedule
-from argosy_router.proxy.exchange import Exchange
-from argosy_router.proxy.queued_call import QueuedCall
-from argosy_router.proxy.request.large_bodies import LargeBodies
-from argosy_router.proxy.request_handler import RequestHandler
-from argosy_router.proxy.resilience.hedging import Hedging
-from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
-from argosy_router.proxy.resilience.retry_budget import RetryBudgets
+from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.answer import CommentSchedule
+from argosy_router.proxy.application import BackgroundLoad, RouterApplication
+from argosy_router.proxy.exchange import Dispatcher, Exchange
+from argosy_router.proxy.large_bodies import LargeBodies
+from argosy_router.proxy.request_handler import QueuedCall, RequestHandler
+from argosy_router.proxy.resilience import Hedging, OutlierDetector, RetryBudgets
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.response_store import ResponseStore
 from argosy_router.responses.stateful_routes import StatefulRoutes
-from argosy_router.router_document import encoded_document
 
 if TYPE_CHECKING:
-    from argosy_router.gateway.ext_proc_server import ExtProcServer
+    from argosy_router.ext_proc import ExtProcServer
     from argosy_router.observability.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -132,12 +148,10 @@ class Router:
         self.flow_control = FlowController(
             self.fleet, self.wheel, config.flow_control, lambda: self.server.connection_limit.free, now
         )
-        charges = RateLimitCharges()
         self.metrics.add(
-            self._access_log.series(),
+            define.ACCESS_LOG_DROPPED_LINES.value(lambda: self._access_log.dropped),
             *self._ledger.series(),
             *self.flow_control.series(),
-            *charges.series(),
         )
         self._capture = _trace_capture(config)
         self._tracer = _tracer(config)
@@ -155,7 +169,6 @@ class Router:
         self._outliers = OutlierDetector(self.fleet, self.metrics)
         self.requests = RequestHandler(
             self.flow_control,
-            charges,
             self.dispatcher,
             self._outliers,
             RetryBudgets(self.fleet),
@@ -256,8 +269,8 @@ class Router:
         if config.ext_proc_port < 0:
             return None
         try:
-            from argosy_router.gateway.ext_proc_server import ExtProcServer
-            from argosy_router.gateway.request_intake import Intake
+            from argosy_router.ext_proc import ExtProcServer
+            from argosy_router.gateway import Intake
         except ImportError as error:
             raise ConfigError(
                 f"--ext-proc-port needs gRPC ({error.name} is missing): `pip install '.[gateway]'` in the checkout"
@@ -563,3 +576,151 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
+
+
+KEY_PROBE_PATH = "/v1/models"
+"""Every engine that has a key asks for it here, and answers without a computation."""
+KEY_PROBE_TIMEOUT_S = 5.0
+KEY_PROBES_AT_ONCE = 16
+"""Replicas that are asked at the same time."""
+EAGER_KEY_ROUNDS = 600
+"""Rounds after a change in which each replica is asked; the new key comes with the next sync of its kubelet."""
+SLOW_KEY_ROUNDS = 30
+"""After these, replicas are asked once in so many rounds: vLLM and SGLang keep their key until they are replaced."""
+
+
+class KeyRotation:
+    """Follows the fleet keys of one router: new keys reach services and admin port, and each replica is moved to the
+    newest. At rest, with every replica on the newest key, no replica is asked anything."""
+
+    def __init__(
+        self,
+        keys: FleetKeys,
+        fleet: Fleet,
+        admin: KeyRing,
+        batch: KeyRing,
+        *,
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        """`admin` are the keys of the admin port, `batch` those of `argosy batch`."""
+        self._keys = keys
+        self._fleet = fleet
+        self._admin = admin
+        self._batch = batch
+        self._look_every_s = look_every_s
+        self._round = 0
+
+    async def run(self) -> None:
+        """Follow the keys until cancelled. A replica that hangs delays no look at the keys."""
+        probe: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(self._look_every_s)
+                if self._look() and (probe is None or probe.done()):
+                    probe = tasks.create_task(self._probe())
+
+    async def step(self) -> None:
+        """Look at the files once, and ask the replicas that do not get the newest key yet."""
+        if self._look():
+            await self._probe()
+
+    def _look(self) -> bool:
+        """Look at the files, and return whether replicas are to be asked in this round."""
+        self._round += 1
+        if self._keys.look():
+            self._round = 0
+            self._fleet.fleet_keys_changed()
+            self._admin.replace(internal_key(key, ADMIN_KEY_UID) for key in self._keys.keys)
+            self._batch.replace(batch_keys(self._keys.keys))
+        return self._round < EAGER_KEY_ROUNDS or self._round % SLOW_KEY_ROUNDS == 0
+
+    async def _probe(self) -> None:
+        gate = asyncio.Semaphore(KEY_PROBES_AT_ONCE)
+
+        async def ask(replica: Replica) -> None:
+            async with gate:
+                await _try_newest(replica)
+
+        behind = [
+            replica
+            for replica in self._fleet.replicas()
+            if not replica.key.is_newest and replica.link != "connecting"
+        ]
+        if behind:
+            await asyncio.gather(*(ask(replica) for replica in behind))
+
+
+async def _try_newest(replica: Replica) -> None:
+    """Have the replica sent the newest key from now on, if it accepts that."""
+    newest = replica.key.newest
+    if not newest:
+        return
+    try:
+        response = await fetch(replica.pool, KEY_PROBE_PATH, newest, KEY_PROBE_TIMEOUT_S)
+    except UpstreamError:
+        return
+    if response.status == 200 and replica.key.newest == newest:
+        replica.key.current = newest
+        log.info("replica %s accepts the new key", replica.name)
+
+
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+    },
+    "additionalProperties": False,
+}
+_BINARY: Mapping[str, Schema] = {"application/octet-stream": {}}
+_FILES_QUERY = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_FILES},
+    "order": ORDER,
+    "after": TEXT,
+    "purpose": TEXT,
+}
+_BATCHES_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES}, "after": TEXT}
+_STATE = (
+    *(Route("GET", path, Operation()) for path in ("/health", "/ping", "/ready", "/version", "/load")),
+    Route("POST", "/ping", Operation()),
+    Route("GET", "/metrics", Operation(answer={"text/plain": TEXT})),
+    Route("GET", "/openapi.json", Operation()),
+    Route("GET", "/docs", Operation(answer={"text/html": TEXT})),
+)
+_STORED = (
+    *STORED_RESPONSES,
+    Route("GET", "/v1/files", Operation((), Page[FileObject], query=_FILES_QUERY)),
+    Route("POST", "/v1/files", Operation((), FileObject, body={"multipart/form-data": _FORM})),
+    Route("GET", "/v1/files/{name}", Operation((), FileObject)),
+    Route("DELETE", "/v1/files/{name}", Operation((), DeletedFile)),
+    Route("GET", "/v1/files/{name}/content", Operation(answer=_BINARY)),
+    Route("GET", "/v1/batches", Operation((), Page[BatchObject], query=_BATCHES_QUERY)),
+    Route("POST", "/v1/batches", Operation([CreateBatch], BatchObject)),
+    Route("GET", "/v1/batches/{name}", Operation((), BatchObject)),
+    Route("POST", "/v1/batches/{name}/cancel", Operation((), BatchObject)),
+)
+
+
+def documented_routes(endpoints: Iterable[str], *, has_storage: bool) -> Iterator[Route]:
+    """Yield the routes of the main port.
+
+    Args:
+        endpoints: paths of the requests that the router sends to replicas.
+    """
+    for path in endpoints:
+        yield Route("POST", path, GENERATION[path])
+    yield from MODELS
+    if has_storage:
+        yield from _STORED
+    yield from _STATE
+
+
+@cache
+def encoded_document(endpoints: tuple[str, ...], *, has_storage: bool) -> bytes:
+    """Return the document as JSON. The first time takes a tenth of a second."""
+    return msgspec.json.encode(
+        openapi_document("Argosy router", documented_routes(endpoints, has_storage=has_storage))
+    )

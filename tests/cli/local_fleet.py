@@ -17,10 +17,8 @@ from pathlib import Path
 import httpx
 import yaml
 
-from argosy.local import control_client
-from argosy.local.control_client import ControlClient, connect
-from argosy.local.control_messages import FleetStatus, ReplicaStatus, Stop, Watch
-from argosy.local.state_dir import StateDir
+from argosy.local import control
+from argosy.local.control import ControlClient, FleetStatus, ReplicaStatus, StateDir, Stop, Watch, connect
 from argosy.main import main
 from processes import free_port
 
@@ -62,11 +60,11 @@ class LocalFleet:
         return f"argosy {command} --state-dir {shlex.quote(str(self.state.root))}"
 
     def argosy(self, command: str, *arguments: str) -> int:
-        program, control_client.SUPERVISOR = control_client.SUPERVISOR, self.supervisor
+        program, control.SUPERVISOR = control.SUPERVISOR, self.supervisor
         try:
             return main([command, *arguments, "--state-dir", str(self.state.root)])
         finally:
-            control_client.SUPERVISOR = program
+            control.SUPERVISOR = program
 
     def up(self, *arguments: str) -> int:
         return self.argosy("up", "-f", str(self.file), "--detach", "--timeout", str(DEADLINE_S), *arguments)

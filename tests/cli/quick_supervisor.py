@@ -2,8 +2,8 @@
 
 import sys
 
-from argosy.local import control_server
-from argosy.local.settings import Settings
+from argosy.local import supervisor
+from argosy.local.child_process import Settings
 
 if __name__ == "__main__":
-    sys.exit(control_server.main(settings=Settings(min_ready_s=0.5)))
+    sys.exit(supervisor.main(settings=Settings(min_ready_s=0.5)))

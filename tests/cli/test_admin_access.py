@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy.main import main
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
 from scripted_http import Asked, Reply, ScriptedHttp
 
 FLEET_KEY = "0123456789abcdef"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.arguments import Parser
 from argosy.errors import UsageError
+from argosy.terminal import Parser
 
 
 @pytest.fixture

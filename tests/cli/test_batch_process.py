@@ -6,10 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from argosy.local import batch_process
-from argosy.local.batch_process import BatchProcess
-from argosy.local.settings import Settings
-from argosy.local.state_dir import StateDir
+from argosy.local import processes
+from argosy.local.child_process import Settings
+from argosy.local.control import StateDir
+from argosy.local.processes import BatchProcess
 from argosy_batch.main import build_parser, config_of
 
 SCRIPT = """
@@ -38,4 +38,4 @@ async def test_it_ends_by_itself_before_it_is_killed(tmp_path: Path) -> None:
     config = config_of(
         parser, parser.parse_args(given.read_text().split("\n")), {"ARGOSY_FLEET_KEY": "x" * 32}
     )
-    assert 2 * config.shutdown_timeout_s < batch_process.STOP_S
+    assert 2 * config.shutdown_timeout_s < processes.STOP_S

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from argosy.chat_client import ChatClient, Delta
+from argosy.commands.chat import ChatClient, Delta
 from argosy.errors import CommandError
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"

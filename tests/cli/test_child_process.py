@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.local.child_process import LogFile, Process, tail
+from argosy.local.child_process import LogFile, Process
+from argosy.local.control import tail
 
 
 def test_a_log_never_takes_more_than_twice_its_limit(tmp_path: Path) -> None:

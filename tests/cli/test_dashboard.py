@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from argosy.main import main
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
 
 URL = "http://127.0.0.1:8081"
 

@@ -16,15 +16,15 @@ import openai
 import pytest
 from local_fleet import DEADLINE_S, FAKE_SUPERVISOR, Load, LocalFleet, descendants, kill, watched
 
-from argosy.local import control_client
-from argosy.local.control_messages import FleetStatus
+from argosy.local import control
+from argosy.local.control import FleetStatus
 from processes import free_port, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 UP = (
-    "import signal, sys; from argosy.local import control_client; from argosy.main import main; "
+    "import signal, sys; from argosy.local import control; from argosy.main import main; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell ignores it in the background
-    f"control_client.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
+    f"control.SUPERVISOR = {FAKE_SUPERVISOR!r}; sys.exit(main())"
 )
 """A program that runs a command with the fake supervisor."""
 
@@ -503,8 +503,8 @@ def test_a_second_up_waits_and_is_refused_another_port(
         )
         assert second.stderr is not None
         assert second.stderr.readline().startswith("another `argosy up` starts or changes this fleet")
-        monkeypatch.setattr(control_client, "SUPERVISOR", FAKE_SUPERVISOR)
-        control_client.start_supervisor(own_fleet.state, ("--port", str(own_fleet.port)), {})
+        monkeypatch.setattr(control, "SUPERVISOR", FAKE_SUPERVISOR)
+        control.start_supervisor(own_fleet.state, ("--port", str(own_fleet.port)), {})
     with second:
         first = f"`{own_fleet.named('down')}` first"
         assert f"the fleet already listens on {own_fleet.url}; {first}" in second.stderr.read()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.local.gpus import choose_gpus, gpu_env, local_gpus
+from argosy.local.child_process import choose_gpus, gpu_env, local_gpus
 
 
 @pytest.mark.parametrize(

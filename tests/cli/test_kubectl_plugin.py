@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_kubectl import fake_kubectl
 
-from argosy.kubectl_plugin import COMMANDS, main
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy.main import KUBECTL_COMMANDS, kubectl_main
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
 
 FLEET_KEY = b"0123456789abcdef"
 OF_QWEN = "--selector inference.argosy.dev/service=qwen,app.kubernetes.io/component in (engine,engine-node)"
@@ -28,20 +28,20 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda table: fake_kubectl(tmp_path, table)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command.name for command in KUBECTL_COMMANDS])
 def test_a_command_shows_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
-        main([command, "--help"])
+        kubectl_main([command, "--help"])
     assert ending.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: kubectl argosy {command}")
 
 
 def test_help_and_wrong_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert kubectl_main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in COMMANDS)
-    assert main([]) == 2
-    assert main(["wy"]) == 2
+    assert all(f"  {command.name} " in shown for command in KUBECTL_COMMANDS)
+    assert kubectl_main([]) == 2
+    assert kubectl_main(["wy"]) == 2
     assert "'wy' is not a command" in capsys.readouterr().err
 
 
@@ -63,7 +63,7 @@ def test_top_says_that_there_is_nothing_to_list(
     said: str,
 ) -> None:
     answers({"get": answer})
-    assert main(["top", *words]) == code
+    assert kubectl_main(["top", *words]) == code
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said in shown.err
@@ -93,7 +93,7 @@ def test_top_lists_services_and_the_restarts_of_their_engines(
             "get pods": {"items": pods},
         }
     )
-    assert main(["top", "-A"]) == 0
+    assert kubectl_main(["top", "-A"]) == 0
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == [
         "NAMESPACE",
@@ -118,9 +118,9 @@ def test_logs_are_those_of_all_pods_of_the_service(answers: Any, capfd: pytest.C
             },
         }
     )
-    assert main(["logs", "qwen", "-n", "team", "--tail", "5"]) == 0
+    assert kubectl_main(["logs", "qwen", "-n", "team", "--tail", "5"]) == 0
     assert capfd.readouterr().out == "[qwen-0] hello\n"
-    assert main(["logs", "other", "-n", "team"]) == 1
+    assert kubectl_main(["logs", "other", "-n", "team"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_logs_of_a_service_without_pods_say_why_there_are_none(
 ) -> None:
     nothing = {"text": ""}  # as kubectl answers a selector that selects nothing
     answers({f"get pods {OF_QWEN}": {"items": []}, f"logs {OF_QWEN}": nothing, **table})
-    assert main(["logs", "qwen"]) == 1
+    assert kubectl_main(["logs", "qwen"]) == 1
     assert told in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_logs_need_no_right_to_read_services_or_to_list_pods(
 ) -> None:
     refused = {"error": "Error from server (Forbidden): pods is forbidden"}
     answers({"get": refused, f"logs {OF_QWEN}": {"text": "hello\n"}})
-    assert main(["logs", "qwen"]) == 0
+    assert kubectl_main(["logs", "qwen"]) == 0
     assert capfd.readouterr().out == "hello\n"
 
 
@@ -200,7 +200,7 @@ def test_route_asks_a_router_through_a_port_forward(answers: Any, capsys: pytest
         threading.Thread(target=server.serve_forever, daemon=True).start()
         answers(cluster_with_router(server.server_port, FLEET_KEY))
         words = ["route", "--router-namespace", "llm", "--", "--recent", "7", "-o", "json"]
-        code = main(words)
+        code = kubectl_main(words)
         server.shutdown()
     assert (code, json.loads(capsys.readouterr().out)) == (0, [])
 
@@ -211,10 +211,10 @@ def test_a_router_that_cannot_be_reached_and_a_key_that_is_none(
     table = cluster_with_router(1, FLEET_KEY)
     forward = next(words for words in table if words.startswith("port-forward"))
     answers(table | {forward: {"error": "error: no pod is running"}})
-    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert kubectl_main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "cannot reach port 8081 of deployment/argosy-router: error: no pod" in capsys.readouterr().err
     answers(cluster_with_router(1, b"short"))
-    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert kubectl_main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "argosy-fleet-key" in capsys.readouterr().err
 
 
@@ -223,7 +223,7 @@ def test_that_no_router_runs_is_said_before_kubectl_waits_for_one(
 ) -> None:
     table = cluster_with_router(1, FLEET_KEY)
     answers(table | {"get deployment argosy-router": {"spec": {}, "status": {"availableReplicas": 0}}})
-    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert kubectl_main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "no router runs: `kubectl get pods -n llm`" in capsys.readouterr().err
 
 
@@ -231,9 +231,9 @@ def test_a_release_elsewhere_is_looked_for_with_an_option(
     answers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers({"get secret": {"error": 'Error from server (NotFound): namespaces "argosy-system" not found'}})
-    assert main(["route", "m", "p"]) == 1
+    assert kubectl_main(["route", "m", "p"]) == 1
     assert "--router-namespace" in capsys.readouterr().err
     missing = 'Error from server (NotFound): deployments.apps "argosy-router" not found'
     answers(cluster_with_router(1, FLEET_KEY) | {"get deployment argosy-router": {"error": missing}})
-    assert main(["route", "m", "p", "--router-namespace", "llm"]) == 1
+    assert kubectl_main(["route", "m", "p", "--router-namespace", "llm"]) == 1
     assert "--router-namespace" in capsys.readouterr().err

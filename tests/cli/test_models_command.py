@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from argosy.arguments import age_seconds, size_bytes
 from argosy.main import main
+from argosy.terminal import age_seconds, size_bytes
 from argosy_fetcher.errors import AccessDenied
 from argosy_fetcher.store import Store
-from argosy_fetcher.store_layout import LAST_USE
+from argosy_fetcher.store_index import LAST_USE
 from named_sources import TINY, publish_tiny, serve_names
 from scripted_source import Stop
 

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 from obstore.exceptions import GenericError
 
-from argosy import pod_fetch
-from argosy.diagnosis.remedies import is_unreachable
+from argosy.commands import models
+from argosy.diagnosis import is_unreachable
 from argosy.main import main
 from argosy_fetcher.errors import TransientError
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.sources.bucket_errors import Bucket, explain
-from argosy_fetcher.sources.hub_errors import HubModel, unreachable
+from argosy_fetcher.sources.hub import HubModel, unreachable
+from argosy_fetcher.sources.object_store import Bucket, explain
 from argosy_fetcher.store import Store
-from argosy_protocol.model_progress import ModelProgress
+from argosy_protocol.reports import ModelProgress
 from hub_repositories import files_under
 from hub_server import HubServer
 from named_sources import TINY, publish_tiny, serve_names
@@ -46,7 +46,7 @@ def test_it_leaves_a_message_about_what_it_did(
     before = signal.getsignal(signal.SIGTERM)
     serve_names(monkeypatch, tmp_path / "models")
     log = tmp_path / "termination-log"
-    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    monkeypatch.setattr(models.write_termination_message, "__defaults__", (log,))
     source = publish_tiny("acme/tiny")
     arguments = ["models", "pull", "hf://acme/tiny", "--progress-port", str(free_port())]
     assert main(arguments) == 0
@@ -138,7 +138,7 @@ def test_a_failure_says_what_to_change_in_the_manifest(
 ) -> None:
     hub.add_model("acme/private", files_under(TINY), is_private=True)
     log, secret = tmp_path / "termination-log", tmp_path / "secret"
-    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    monkeypatch.setattr(models.write_termination_message, "__defaults__", (log,))
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "ARGOSY_OFFLINE", "ARGOSY_CREDENTIALS_DIR"):
@@ -187,14 +187,14 @@ def test_a_source_that_gives_no_answer_is_known_by_its_message(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = tmp_path / "termination-log"
-    monkeypatch.setattr(pod_fetch.write_termination_message, "__defaults__", (log,))
+    monkeypatch.setattr(models.write_termination_message, "__defaults__", (log,))
     for error in UNANSWERED[source]:
         log.write_text("")
         given_up = TransientError(f"hf://acme/tiny: gave up after 9 failures in a row: {error}")
         assert is_unreachable(str(given_up)), error
         with (
             pytest.raises(TransientError, match="in a cluster, look at its DNS"),
-            pod_fetch.pod_fetch("hf://acme/tiny", free_port(), Silent()),
+            models.pod_fetch("hf://acme/tiny", free_port(), Silent()),
         ):
             raise given_up
         assert "egress that NetworkPolicies allow, or name a mirror in the Secret" in log.read_text()
@@ -209,9 +209,9 @@ def test_how_long_another_fetch_may_stand_still_is_a_duration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ARGOSY_LOCK_IDLE", raising=False)
-    assert pod_fetch.lock_idle_after() == 600.0
+    assert models.lock_idle_after() == 600.0
     monkeypatch.setenv("ARGOSY_LOCK_IDLE", "3m")
-    assert pod_fetch.lock_idle_after() == 180.0
+    assert models.lock_idle_after() == 180.0
     for value in ("soon", "0s"):
         monkeypatch.setenv("ARGOSY_LOCK_IDLE", value)
         assert main(["models", "pull", "acme/tiny"]) == 2

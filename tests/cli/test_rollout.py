@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.local.rollout import Goal, Member, goal, next_step, revision_of, threads_per_replica
+from argosy.local.supervisor import Goal, Member, goal, next_step, revision_of, threads_per_replica
 from argosy_resource.types import InferenceService, parse
 
 OLD, NEW = "old", "new"

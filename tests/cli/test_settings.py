@@ -10,10 +10,9 @@ import struct
 import sys
 from pathlib import Path
 
-from argosy.local.replica import Replica
-from argosy.local.router_process import RouterProcess
-from argosy.local.settings import HOST, Settings, backoff_s, is_port_free, reserved_port
-from argosy.local.state_dir import StateDir
+from argosy.local.child_process import HOST, Settings, backoff_s, is_port_free, reserved_port
+from argosy.local.control import StateDir
+from argosy.local.processes import Replica, RouterProcess
 from argosy_resource.validation import load_manifests
 
 MANIFEST = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.local.state_dir import StateDir, choose_state_dir
+from argosy.local.control import StateDir, choose_state_dir
 
 
 def test_one_supervisor_per_state_directory(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.commands.up import summary
-from argosy.local.control_messages import FleetStatus, RouterStatus, ServiceStatus, encode
-from argosy.local.state_dir import StateDir
+from argosy.local.control import FleetStatus, RouterStatus, ServiceStatus, StateDir, encode
 from argosy.main import main
 
 MANIFEST = """\

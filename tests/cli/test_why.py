@@ -25,9 +25,11 @@ from why_objects import (
     unscheduled,
 )
 
-from argosy.diagnosis.chain import (
+from argosy.cluster_chain import cluster_diagnosis, suspect
+from argosy.diagnosis import (
     MAX_LINES,
     MAX_WIDTH,
+    REMEDIES,
     Diagnosis,
     Link,
     load_step,
@@ -35,8 +37,6 @@ from argosy.diagnosis.chain import (
     render_json,
     until_first_problem,
 )
-from argosy.diagnosis.cluster_chain import cluster_diagnosis, suspect
-from argosy.diagnosis.remedies import REMEDIES
 
 ROOT = Path(__file__).parents[2]
 

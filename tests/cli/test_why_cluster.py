@@ -19,14 +19,10 @@ from why_objects import (
     service,
 )
 
-from argosy.commands import why
-from argosy.diagnosis.chain import (
-    Diagnosis,
-    render,
-)
-from argosy.diagnosis.cluster_chain import cluster_diagnosis, log_source
-from argosy.diagnosis.installation import num_ready, operator_absence, router_service
-from argosy.diagnosis.kubectl import Kubectl
+from argosy.cluster_chain import cluster_diagnosis, log_source, num_ready, operator_absence, router_service
+from argosy.commands import cluster
+from argosy.commands.cluster import Kubectl
+from argosy.diagnosis import Diagnosis, render
 from argosy.errors import FAILURE, OK, CommandError
 
 URL = "http://argosy-router.argosy-system.svc:8080/v1"
@@ -89,7 +85,7 @@ def installed(tmp_path: Path, endpoints: Object, lease: Object, resource: Object
             "get events": {"items": []},
         },
     )
-    return why.in_cluster(Kubectl(program=program), "qwen")
+    return cluster.in_cluster(Kubectl(program=program), "qwen")
 
 
 ONE_ROUTER = {"items": [{"endpoints": [{"addresses": ["10.0.0.1"]}]}]}
@@ -206,7 +202,7 @@ def test_without_the_right_to_read_pods_the_status_is_told(
     resource = {**resource, "status": {**resource["status"], "routableReplicas": routable}}
     pods = {"error": 'Error from server (Forbidden): pods is forbidden: User "a" cannot list'}
     program = fake_kubectl(tmp_path, {"get inferenceservices": resource, "get pods": pods, "get": FORBIDDEN})
-    found = why.in_cluster(Kubectl(program=program), "qwen")
+    found = cluster.in_cluster(Kubectl(program=program), "qwen")
     text = render(found)
     assert found.is_served is is_served, text
     assert "note: its pods could not be read" in text
@@ -225,7 +221,7 @@ def test_a_kubelets_word_on_a_log_that_is_gone_is_no_log(tmp_path: Path) -> None
             "get events": {"items": []},
         },
     )
-    found = why.in_cluster(Kubectl(program=program), "qwen")
+    found = cluster.in_cluster(Kubectl(program=program), "qwen")
     assert found.links[-1].lines == ()
 
 
@@ -260,10 +256,10 @@ def test_the_cluster_is_read_with_kubectl(
         },
     )
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert why.main(["qwen", "-n", "team"]) == FAILURE
+    assert cluster.why(["qwen", "-n", "team"]) == FAILURE
     shown = capsys.readouterr().out
     assert "ValueError: it is too long" in shown
-    assert why.main(["qwen", "-n", "team", "-o", "json"], cluster=True) == FAILURE
+    assert cluster.why(["qwen", "-n", "team", "-o", "json"], cluster=True) == FAILURE
     assert json.loads(capsys.readouterr().out)["links"][-1]["name"] == "engine"
 
 
@@ -280,7 +276,7 @@ def test_a_service_must_be_named_unless_there_is_one(names: list[str], told: str
     listed = {"items": [{"metadata": {"name": name}} for name in names]}
     program = fake_kubectl(tmp_path, {"get inferenceservices.inference.argosy.dev -o": listed})
     with pytest.raises(CommandError, match=f"name a service; .*{told}"):
-        why.in_cluster(Kubectl(program=program), None)
+        cluster.in_cluster(Kubectl(program=program), None)
     program = fake_kubectl(
         tmp_path,
         {
@@ -290,13 +286,13 @@ def test_a_service_must_be_named_unless_there_is_one(names: list[str], told: str
             "get events": {"items": []},
         },
     )
-    assert why.in_cluster(Kubectl(program=program), None).is_served
+    assert cluster.in_cluster(Kubectl(program=program), None).is_served
 
 
 def test_what_kubectl_says_of_an_error_moves_no_cursor(tmp_path: Path) -> None:
     program = fake_kubectl(tmp_path, {"get": {"error": "Error from server: \x1b[2Jall is well"}})
     with pytest.raises(CommandError, match=r"\?\[2Jall is well"):
-        why.in_cluster(Kubectl(program=program), "qwen")
+        cluster.in_cluster(Kubectl(program=program), "qwen")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +326,7 @@ def test_what_kubectl_says_of_an_error_moves_no_cursor(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_said(answers: dict[str, Object], said: str, tmp_path: Path) -> None:
     program = fake_kubectl(tmp_path, answers)
     with pytest.raises(CommandError, match=re.escape(said)):
-        why.in_cluster(Kubectl(program=program), "qwen")
+        cluster.in_cluster(Kubectl(program=program), "qwen")
 
 
 def test_without_kubectl_the_remedy_is_named() -> None:
@@ -353,7 +349,7 @@ def test_a_volume_that_does_not_mount_is_told_by_its_event(tmp_path: Path) -> No
             "get events --field-selector involvedObject.name=qwen-0,type=Warning": {"items": [event]},
         },
     )
-    found = why.in_cluster(Kubectl(program=program), "qwen")
+    found = cluster.in_cluster(Kubectl(program=program), "qwen")
     assert (found.links[-1].name, found.links[-1].state) == ("volumes", "failed")
     assert 'FailedMount: secret "token" not found' in render(found)
 
@@ -384,4 +380,4 @@ def test_the_exit_code_says_whether_clients_are_served(
         {"get inferenceservices": resource, "get pods": {"items": pods}, "get events": {"items": []}},
     )
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert why.main(["qwen", "--cluster"]) == OK
+    assert cluster.why(["qwen", "--cluster"]) == OK

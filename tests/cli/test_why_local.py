@@ -8,13 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy.commands import why
-from argosy.diagnosis.chain import (
-    render,
-)
-from argosy.diagnosis.local_chain import local_diagnosis
+from argosy.commands import cluster
+from argosy.commands.cluster import local_diagnosis
+from argosy.diagnosis import render
 from argosy.errors import OK, CommandError
-from argosy.local.control_messages import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
+from argosy.local.control import FleetStatus, ReplicaStatus, RouterStatus, ServiceStatus
 
 
 def test_the_only_service_of_a_local_fleet_needs_no_name(
@@ -27,12 +25,12 @@ def test_the_only_service_of_a_local_fleet_needs_no_name(
     router = RouterStatus(url="http://127.0.0.1:8080/v1", is_ready=True)
     services = (local,)
     monkeypatch.setattr(
-        why, "current_status", lambda _, **__: FleetStatus(pid=1, router=router, services=services)
+        cluster, "current_status", lambda _, **__: FleetStatus(pid=1, router=router, services=services)
     )
-    assert why.main(["--state-dir", str(tmp_path)]) == OK
+    assert cluster.why(["--state-dir", str(tmp_path)]) == OK
     services = (local, other)
     with pytest.raises(CommandError, match="name a service; there are: other, tiny"):
-        why.main(["--state-dir", str(tmp_path)])
+        cluster.why(["--state-dir", str(tmp_path)])
 
 
 def replica(phase: Any, reason: str = "", *, is_current: bool = True, restarts: int = 0) -> ReplicaStatus:

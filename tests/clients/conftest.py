@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy_protocol.routable_report import REPORT_PATH
+from argosy_protocol.reports import REPORT_PATH
 from processes import Server, free_port, running
 from served_engine import SERVE_TINY
 

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from argosy_operator.kinds import DEPLOYMENTS as DEPLOYMENT_KIND
-from argosy_operator.kinds import INFERENCE_SERVICES, Kind
-from argosy_protocol.routable_report import with_changes
-from argosy_resource.engine_address import COMPONENT_LABEL, SERVICE_LABEL
+from argosy_operator.names import DEPLOYMENTS as DEPLOYMENT_KIND
+from argosy_operator.names import INFERENCE_SERVICES, Kind
+from argosy_protocol.reports import with_changes
+from argosy_resource.engine_command import COMPONENT_LABEL, SERVICE_LABEL
 from chaos.api import TooLate, path_of, until
 from chaos.fault import comparable, differences, foreign_writes
 from chaos.faults.load import written_by_operator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy_operator.kinds import PODS
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_operator.names import PODS
+from argosy_resource.engine_command import SERVICE_LABEL
 from chaos.large_cluster import LargeCluster
 
 GATE = "inference.argosy.dev/routable"

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.structured import compile_queue

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.openai.answer_bounds import MAX_VALUES, bound_answer, bound_beams
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_protocol.chat_batch import BatchChatCompletionRequest
+from argosy_engine.frontend.input_processor import MAX_VALUES, bound_answer, bound_beams
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
+from argosy_protocol.openai import BatchChatCompletionRequest, ChatCompletionRequest, CompletionRequest
 
 PROMPT = list(range(1000))
 

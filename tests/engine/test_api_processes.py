@@ -14,8 +14,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from argosy_engine.api.processes.call_channel import ProcessStandsStill
-from argosy_engine.api.processes.process_group import ProcessGroup
+from argosy_engine.api.api_process import ProcessGroup, ProcessStandsStill
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_protocol.headers import TELEMETRY_PATH

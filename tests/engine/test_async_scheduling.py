@@ -9,7 +9,7 @@ import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.frontend.output_processor import RequestOutput
 
 SCHEMA = {
     "type": "object",

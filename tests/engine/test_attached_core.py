@@ -12,9 +12,9 @@ import pytest
 
 from argosy_engine import EngineArgs, SamplingParams
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
-from argosy_engine.core.proc.client_group import ClientGroup
+from argosy_engine.core.proc.core_handle import ClientGroup
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
-from argosy_engine.messages.core_messages import EngineCoreRequest, FinishReason
+from argosy_engine.messages import EngineCoreRequest, FinishReason
 from engine_processes import worker_path
 from fake_worker import continuation
 from processes import is_alive

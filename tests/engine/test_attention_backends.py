@@ -12,7 +12,7 @@ from argosy_engine import LLM, SamplingParams
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.native import build

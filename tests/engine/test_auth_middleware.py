@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.http.auth_middleware import ADMIN_PATHS, AuthMiddleware
-from argosy_protocol.bearer_keys import KeyRing
+from argosy_engine.api.http.asgi_layers import ADMIN_PATHS, AuthMiddleware
+from argosy_protocol.headers import KeyRing
 
 
 async def status(keys: list[str], admin_keys: list[str], path: str, *given: str | None) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_engine.api.responses.background_runs import BackgroundRuns
-from argosy_engine.api.responses.response_store import InMemoryResponseStore
+from argosy_engine.api.endpoints.responses import BackgroundRuns, ResponseStore
 from argosy_protocol.errors import ApiError, BadRequest, InternalError
 from argosy_protocol.response_history import StoredResponse
 
@@ -57,7 +56,7 @@ class Job:
 
 
 def runs(**fields: Any) -> BackgroundRuns:
-    return BackgroundRuns(InMemoryResponseStore(), nullcontext, lambda _: InternalError("broken"), **fields)
+    return BackgroundRuns(ResponseStore(), nullcontext, lambda _: InternalError("broken"), **fields)
 
 
 async def start(made: BackgroundRuns, job: Any) -> AsyncGenerator[bytes, None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from fake_worker import FakeWorker
 
 BLOCK, BUDGET = 4, 32

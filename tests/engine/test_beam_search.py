@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM, BeamSearchParams
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchBatch, BeamSearchSequence
 from argosy_engine.frontend.renderer import TokenizedPrompt

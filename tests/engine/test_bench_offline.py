@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.benchmarks import bench_latency, bench_throughput
-from argosy_engine.vllm_flag_lists import (
-    OF_SERVERS,
-    RARE_REFUSED,
-    RARE_WITHOUT_EFFECT,
-    REFUSED,
-    WITHOUT_EFFECT,
-)
+from argosy_engine.benchmarks.bench_offline import bench_latency, bench_throughput
+from argosy_engine.vllm_flags import OF_SERVERS, RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
 from argosy_protocol.program.flags import FlagParser
 
 ENGINE = ["--model", "builtin://tiny", "--threads", "1", "--device", "cpu", "--kv-cache-memory-bytes", "32M"]
@@ -27,7 +21,7 @@ def test_throughput_counts_what_was_generated(
 ) -> None:
     file = tmp_path / "t.json"
     flags = ["--backend", backend, "--num-prompts", "4", "--input-len", "12", "--output-len", "3", "--n", "2"]
-    assert bench_throughput.main([*ENGINE, *flags, "--num-warmups", "1", "--output-json", str(file)]) == 0
+    assert bench_throughput([*ENGINE, *flags, "--num-warmups", "1", "--output-json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert set(result) == {
         "model_id", "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second",
@@ -48,7 +42,7 @@ def test_throughput_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         '{"prompt": "Hello!", "output_tokens": 2}\n{"prompt": "a", "output_tokens": 5}\n'
     )
     flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "p.jsonl"), "--num-prompts", "0"]
-    assert bench_throughput.main([*ENGINE, *flags, "--custom-output-len", "-1"]) == 0
+    assert bench_throughput([*ENGINE, *flags, "--custom-output-len", "-1"]) == 0
     assert "Total num output tokens:  7\n" in capsys.readouterr().out
 
 
@@ -58,7 +52,7 @@ def test_latency_times_each_iteration(
 ) -> None:
     file = tmp_path / "l.json"
     flags = ["--input-len", "6", "--output-len", "3", "--batch-size", "2", "--num-iters-warmup", "1"]
-    assert bench_latency.main([*ENGINE, *flags, "--num-iters", "4", "--output-json", str(file), *search]) == 0
+    assert bench_latency([*ENGINE, *flags, "--num-iters", "4", "--output-json", str(file), *search]) == 0
     result = json.loads(file.read_text())
     assert set(result) == {"model_id", "avg_latency", "latencies", "percentiles"}
     assert len(result["latencies"]) == 4
@@ -76,12 +70,12 @@ def test_flags_of_vllm_s_engine_are_those_of_the_server(
 ) -> None:
     flags = "--disable-log-stats --swap-space 4 --no-enable-lora --cudagraph-capture-sizes 1 2 --device-ids 0"
     with pytest.raises(SystemExit) as ending:
-        command.main(["/nowhere", *flags.split()])
+        command(["/nowhere", *flags.split()])
     *notices, refusal = capsys.readouterr().err.splitlines()
     assert ending.value.code == 2
     assert notices == []
     assert "--device-ids is not supported: CUDA_VISIBLE_DEVICES says which devices there are" in refusal
-    assert command.main(["/nowhere", *flags.split()[:-2]]) == 2
+    assert command(["/nowhere", *flags.split()[:-2]]) == 2
     *notices, refusal = capsys.readouterr().err.splitlines()
     assert [notice.split(": ", 1)[1] for notice in notices] == [
         "--swap-space has no effect: preempted requests are computed anew",
@@ -102,7 +96,7 @@ def test_offline_benchmarks_know_every_engine_flag_of_the_server(
     monkeypatch.setattr(FlagParser, "parse_args", note)
     for command in (bench_latency, bench_throughput):
         with pytest.raises(SystemExit):
-            command.main([])
+            command([])
     server = {f"--{flag.name}" for flag in (*WITHOUT_EFFECT, *RARE_WITHOUT_EFFECT, *REFUSED, *RARE_REFUSED)}
     for names in known:
         assert not {name for name in server - names if name.removeprefix("--") not in OF_SERVERS}
@@ -144,7 +138,7 @@ def test_what_cannot_run_is_one_line_with_the_remedy(
     command: Any, flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = command.main(flags)
+        code = command(flags)
     except SystemExit as ending:
         code = int(ending.code or 0)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("argosy bench ")]

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine.benchmarks.arrivals import RampUp, arrival_times
-from argosy_engine.benchmarks.benchmark_error import BenchmarkError
-from argosy_engine.benchmarks.dataset_args import DatasetArgs
-from argosy_engine.benchmarks.endpoint_request import RequestFuncOutput
-from argosy_engine.benchmarks.plot import MAX_ROWS, page
-from argosy_engine.benchmarks.prompt_tokenizer import PromptTokenizer, WordTokenizer, load_tokenizer
-from argosy_engine.benchmarks.run_progress import LineProgress
-from argosy_engine.benchmarks.serving_metrics import serving_metrics
-from argosy_engine.benchmarks.serving_report import first_errors, report
+from argosy_engine.benchmarks.benchmark_command import BenchmarkError, LineProgress
+from argosy_engine.benchmarks.load_generator import RampUp, RequestFuncOutput, arrival_times
+from argosy_engine.benchmarks.prompt_datasets import (
+    DatasetArgs,
+    PromptTokenizer,
+    WordTokenizer,
+    load_tokenizer,
+)
+from argosy_engine.benchmarks.serving_report import MAX_ROWS, first_errors, page, report, serving_metrics
 
 
 def rng() -> np.random.Generator:

@@ -7,11 +7,9 @@ import itertools
 import hypothesis.strategies as st
 from hypothesis import given
 
-from argosy_engine.core.kv_cache.block_hash import hash_block, root_hash
-from argosy_engine.core.request import Request
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.scheduler_output import MultimodalFeature
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.request import Request, hash_block, root_hash
+from argosy_engine.messages import EngineCoreRequest, MultimodalFeature
+from argosy_engine.params import SamplingParams
 
 BLOCK = 4
 PICTURE = 9  # the placeholder token

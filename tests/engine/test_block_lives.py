@@ -8,16 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.config import EngineArgs
+from argosy_engine.core.block_pool import MAX_RECORDS, MAX_USES, BlockLives, BlockPool
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.kv_cache.block_lives import MAX_RECORDS, MAX_USES, BlockLives
-from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.messages.core_messages import (
-    BlockLife,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    SchedulerStats,
-)
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.prefix_residency import PrefixAnnouncer, PrefixResidency, WaitingTokens
+from argosy_engine.messages import BlockLife, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from argosy_engine.params import SamplingParams
 from fake_executor import BLOCK, FakeExecutor
 
 
@@ -30,10 +25,14 @@ class Clock:
         return self.now
 
 
+def followed_pool(lives: BlockLives) -> BlockPool:
+    return BlockPool(2, PrefixResidency(PrefixAnnouncer(), WaitingTokens(BLOCK, lambda _: False), lives))
+
+
 def test_a_blocks_life_lasts_from_its_allocation_to_its_eviction() -> None:
     clock = Clock()
     lives = BlockLives(1.0, clock)
-    pool = BlockPool(2, lives=lives)
+    pool = followed_pool(lives)
     (block_id,) = pool.allocate(1)
     pool.register(block_id, b"prefix")
     pool.free([block_id])
@@ -59,7 +58,7 @@ def test_a_block_that_no_other_request_used_is_idle_since_its_allocation() -> No
 def test_a_block_that_was_never_cached_leaves_no_record_and_no_time_of_its_next_life() -> None:
     clock = Clock()
     lives = BlockLives(1.0, clock)
-    pool = BlockPool(2, lives=lives)
+    pool = followed_pool(lives)
     pool.free(pool.allocate(1))
     clock.now = 5.0
     (block_id,) = pool.allocate(1)

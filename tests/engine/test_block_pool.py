@@ -6,9 +6,19 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_engine.core.kv_cache.block_pool import BlockPool
+from argosy_engine.core.block_pool import BlockPool, PoolListener
 
 NUM_BLOCKS = 9
+
+
+class Evictions(PoolListener):
+    """Forgets in a dictionary what the pool no longer caches."""
+
+    def __init__(self, cached: dict[bytes, int]) -> None:
+        self._cached = cached
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        assert self._cached.pop(block_hash) == block_id
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -16,15 +26,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evicted: list[int] = []
-        self.pool = BlockPool(NUM_BLOCKS, self._on_evict)
-        self.held: list[list[int]] = []
         self.cached: dict[bytes, int] = {}
+        self.pool = BlockPool(NUM_BLOCKS, Evictions(self.cached))
+        self.held: list[list[int]] = []
         self.counter = 0
-
-    def _on_evict(self, block_id: int) -> None:
-        self.evicted.append(block_id)
-        self.cached = {block_hash: other for block_hash, other in self.cached.items() if other != block_id}
 
     @rule(count=st.integers(1, 4))
     def allocate(self, count: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from argosy_engine.structured.bounded_thread import BoundedThread, TookTooLong
+from argosy_engine.structured.grammar_state import BoundedThread, TookTooLong
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.checkpoint.byte_ranges import byte_ranges, chunks, has_valid_size
-from argosy_engine.checkpoint.safetensors_header import StoredTensor
+from argosy_engine.checkpoint.shards import StoredTensor, byte_ranges, chunks, has_valid_size
 from argosy_engine.model_configs.sharding import Shard
 
 DATA_START = 40

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.sched.scheduler import Scheduler, SchedulingPolicy
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler, SchedulingPolicy
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from fake_worker import FakeWorker
 
 BLOCK, SLOTS, LONG = 4, 8, 60

@@ -12,12 +12,11 @@ import msgspec
 import pytest
 import tokenizers
 
-from argosy_engine.api.openai.chat_format import ChatFormat
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.api.endpoints.chat import ChatFormat
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.request_defaults import RequestDefaults
-from argosy_engine.resolved_config import ParserConfig
+from argosy_engine.resolved_config import ParserConfig, RequestDefaults
 from argosy_protocol.openai import ChatChunkChoice
 from chat_requests import chat
 

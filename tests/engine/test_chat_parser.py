@@ -10,10 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy_engine.parsers.chat_parser import ChatParser
+from argosy_engine.parsers.chat_parser import ChatParser, Qwen3ReasoningParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
-from argosy_engine.parsers.reasoning_parsers import Qwen3ReasoningParser
-from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
+from argosy_engine.parsers.tool_parsers.json_tool_parsers import HermesToolParser
 from parsed_parts import cut, however_cut, joined
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -12,10 +12,10 @@ from jinja2 import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.bounded_template import BoundedEnvironment
 from argosy_engine.frontend.chat_template import ChatTemplate
-from argosy_protocol.chat_history import skipped_parts
+from argosy_engine.frontend.template_sandbox import BoundedEnvironment
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+from argosy_protocol.skipped_content import skipped_parts
 from chat_requests import chat
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from argosy_engine.osproc import child_process
-from argosy_engine.osproc.child_process import end_child
+from argosy_engine import osproc
+from argosy_engine.osproc import end_child
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
@@ -22,7 +22,7 @@ class Unkillable(subprocess.Popen[bytes]):
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "KILL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(osproc, "KILL_TIMEOUT_S", 0.01)
 
 
 def test_a_child_that_exits_is_not_killed(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,7 +35,7 @@ def test_a_child_that_exits_is_not_killed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_child_that_does_not_exit_is_killed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "KILL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(osproc, "KILL_TIMEOUT_S", 60.0)
     with subprocess.Popen(SLEEPS) as process:
         assert end_child(process, "the child", 0.01)
     assert process.returncode == -signal.SIGKILL

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 
 from argosy_engine.frontend.chat_template import ChatTemplate
-from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
+from argosy_engine.frontend.prompts import map_chunks, map_token_chunks
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from chat_requests import chat
 
 

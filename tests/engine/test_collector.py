@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy_engine.osproc.collector import paused_collector
+from argosy_engine.osproc import paused_collector
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from argosy_engine.distributed.communicator import LocalCommunicator
 from argosy_engine.distributed.parallel_config import ParallelConfig, RankPlacement
-from argosy_engine.distributed.parallel_state import single_process
+from argosy_engine.distributed.parallel_state import LocalCommunicator, single_process
 from communicator_ranks import collectives, run_ranks
 
 

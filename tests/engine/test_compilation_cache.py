@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy_engine.worker.compilation_cache import (
+from argosy_engine.worker.compilation import (
     MAX_FOLDERS,
     CacheUnavailable,
     CompilationCache,

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.frontend.control_tokens import ControlTokens
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.frontend.prompts import ControlTokens
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.resolved_config import RequestDefaults
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest, decode_request
 from small_tokenizers import byte_fallback_tokenizer
 

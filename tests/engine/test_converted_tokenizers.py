@@ -15,14 +15,14 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiktoken import Encoding
 from tiktoken.load import load_tiktoken_bpe
 
-from argosy_engine.checkpoint.folder_check import check_folder
+from argosy_engine.checkpoint.model_folder import check_folder
 from argosy_engine.checkpoint.tokenizer_files import find_tokenizer, prepare_tokenizer
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.renderer import open_tokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.structured.vocabulary import Vocabulary
+from argosy_engine.params import SamplingParams
+from argosy_engine.structured.xgrammar_backend import Vocabulary
 
 CORPUS = [
     "The sea was calm, and the lantern hung by the door.\u2581",

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.structured.copied_grammars import CopiedGrammars
-from argosy_engine.structured.manager import Compiled, GrammarRequest, StructuredOutputManager
-from argosy_engine.structured.manager_factory import create_structured_output_manager
+from argosy_engine.structured.manager import (
+    Compiled,
+    CopiedGrammars,
+    GrammarRequest,
+    StructuredOutputManager,
+    create_structured_output_manager,
+)
 from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 
 YES_OR_NO = GrammarRequest(StructuredOutputsParams(choice=["yes", "no"]).spec())

@@ -15,7 +15,7 @@ from argosy_engine import LLM, EngineArgs, LLMEngine, SamplingParams
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import EngineDead, UtilityFailed
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages import EngineCoreRequest
 from engine_processes import worker_path
 from processes import is_alive, wait_until, workers
 

@@ -17,7 +17,7 @@ import zmq
 
 from argosy_engine.core.proc.core_process import CoreProcess
 from argosy_engine.core.request import Request
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -25,7 +25,7 @@ from argosy_engine.messages.core_messages import (
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 

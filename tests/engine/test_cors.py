@@ -9,10 +9,10 @@ import pytest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from argosy_engine.api.http.cors_layer import CorsLayer
-from argosy_engine.api.http_layers import add_http_layers
+from argosy_engine.api.app import add_http_layers
+from argosy_engine.api.http.asgi_layers import CorsLayer
 from argosy_engine.api.serve import parse_args
-from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.headers import KeyRing
 
 ORIGIN = "https://chat.example"
 ALLOWED = ("--allowed-origins", f'["{ORIGIN}"]')

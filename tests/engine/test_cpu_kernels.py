@@ -19,22 +19,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from argosy_engine.attention.backend import Attention, AttentionMetadata, ModelInputs
 from argosy_engine.attention.cpu_attn import CpuBackend
-from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.llama import Llama
 from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
 from argosy_engine.native.library import Kernels
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from attention_cases import Case, Span, attention_metadata, random_case
 from greedy_reference import differing_tokens
 
@@ -329,8 +328,8 @@ def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
     script = (
         "import numpy as np, torch\n"
         "from argosy_engine.attention.cpu_attn import CpuBackend\n"
-        "from argosy_engine.attention.layer import Attention\n"
-        "from argosy_engine.attention.metadata import AttentionMetadata\n"
+        "from argosy_engine.attention.backend import Attention\n"
+        "from argosy_engine.attention.backend import AttentionMetadata\n"
         "from argosy_engine.attention.params import AttentionParams\n"
         "params = AttentionParams(num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25)\n"
         "attend = Attention(params, CpuBackend(torch.float32))\n"

@@ -25,13 +25,12 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.messages.scheduler_output import GrammarBitmask, NewRequest, SchedulerOutput
+from argosy_engine.messages import GrammarBitmask, NewRequest, SchedulerOutput
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.params.pooling_params import PoolingParams
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import PoolingParams, SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.topk_topp_sampler import SamplingBatch, processed_logits, sample
+from argosy_engine.sample.torch_sampler import SamplingBatch, processed_logits, sample
 from argosy_engine.worker.model_runner import ModelRunner
 from argosy_engine.worker.worker import choose_device
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda

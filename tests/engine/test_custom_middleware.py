@@ -10,12 +10,12 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from argosy_engine.api.http.custom_middleware import CustomMiddleware
-from argosy_engine.api.http.direct_body import offer_direct_body
-from argosy_engine.api.http_layers import add_http_layers
+from argosy_engine.api.app import add_http_layers
+from argosy_engine.api.http.asgi_layers import CustomMiddleware
+from argosy_engine.api.http.http_protocol import offer_client_connection
 from argosy_engine.api.serve import parse_args
 from argosy_engine.errors import ConfigError
-from argosy_protocol.bearer_keys import KeyRing
+from argosy_protocol.headers import KeyRing
 
 KEY = {"authorization": "Bearer k"}
 LAYERS = """
@@ -117,7 +117,7 @@ async def test_a_layer_sees_every_piece_of_an_answer() -> None:
         scopes.append(scope)
 
     scope: dict[str, Any] = {"type": "http", "path": "/"}
-    offer_direct_body(scope, None)  # type: ignore[arg-type]
+    offer_client_connection(scope, None)  # type: ignore[arg-type]
     assert len(scope) == 3
     await CustomMiddleware(inner, inner, ["own_layers.Adds"])(scope, None, None)  # type: ignore[arg-type]
     assert scopes == [{"type": "http", "path": "/", "app": inner}]

@@ -15,7 +15,7 @@ import torch
 from argosy_engine import LLM, LogitsProcessor, SamplingParams
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed
 from argosy_engine.frontend.input_processor import check_extra_args
-from argosy_engine.sample.logits_processor.interface import Rows, load_logits_processors, processor_path
+from argosy_engine.sample.logits_processor import Rows, load_logits_processors, processor_path
 from argosy_engine.sample.sampler import Sampler, SamplerOptions, make_sampler
 from probe_processors import Faulty, NeverTwice
 

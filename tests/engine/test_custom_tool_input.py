@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.api.responses.custom_tool_input import CustomToolInput
+from argosy_engine.api.endpoints.response_events import CustomToolInput
 
 ARGUMENTS = {
     "a text": ('{"input": "ls -l"}', "ls -l"),

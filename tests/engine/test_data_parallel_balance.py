@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis import given
 
-from argosy_engine.core.proc.rank_balancer import REQUEST_TOKENS, RankBalancer
-from argosy_engine.core.proc.rank_prefixes import RankPrefixes
-from argosy_engine.messages.core_messages import (
+from argosy_engine.core.proc.rank_balancer import REQUEST_TOKENS, RankBalancer, RankPrefixes
+from argosy_engine.messages import (
     ChunkEnd,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -18,7 +17,7 @@ from argosy_engine.messages.core_messages import (
     PrefillStats,
     ResidencyDelta,
 )
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 
 FIRST_TOKEN = PrefillStats(0, 0.0, 0.0)
 

@@ -13,9 +13,8 @@ from argosy_engine import EngineArgs
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.errors import ConfigError
-from argosy_engine.sizing import rank_resources
-from argosy_engine.sizing.device import DeviceMemory, visible_gpus
-from argosy_engine.sizing.rank_resources import check_gpus, rank_args, rank_environment
+from argosy_engine.sizing import resources as rank_resources
+from argosy_engine.sizing.resources import DeviceMemory, check_gpus, rank_args, rank_environment, visible_gpus
 
 GIB = 1 << 30
 

@@ -18,11 +18,10 @@ import httpx
 import pytest
 
 from argosy_engine import EngineArgs
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
 from argosy_engine.structured.compile_queue import BackendUnavailable
-from argosy_engine.structured.grammar_client import GrammarClient
-from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.grammar_server import GrammarClient, GrammarServerArgs
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from processes import Server, children, wait_until
 from served_engine import AUTHORIZED, KEY
@@ -75,7 +74,7 @@ def test_a_server_tells_stacks_and_ages_of_both_processes(tiny_server: Server) -
 
 HANGS = """
 import sys, time
-from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
+from argosy_engine.osproc import describe_on_signal, dump_stacks_on_signal
 dump_stacks_on_signal()
 if sys.argv[1] == "describing":
     describe_on_signal("argosy test", lambda: "described")

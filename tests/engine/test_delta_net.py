@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.backend import StateLayer
 from argosy_engine.attention.params import DeltaNetParams
 from argosy_engine.layers.delta_net import CpuDeltaNet, TorchDeltaNet
 from argosy_engine.native.library import kernels

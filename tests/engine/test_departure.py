@@ -11,8 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http.departure import departure_of
-from argosy_engine.api.http.http_protocol import BoundedProtocol
+from argosy_engine.api.http.http_protocol import BoundedProtocol, client_connection
 from argosy_engine.api.http.http_responses import WatchedResponse
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
@@ -27,7 +26,7 @@ class Application:
         self.num_tasks = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert departure_of(scope) is not None
+        assert client_connection(scope) is not None
         while (await receive())["more_body"]:
             pass
 

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from small_tokenizers import byte_fallback_tokenizer
 
 

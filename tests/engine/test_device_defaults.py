@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.config import EngineArgs
-from argosy_engine.device_defaults import async_scheduling, max_num_mixed_prefill_tokens, memory_utilization
+from argosy_engine.config import (
+    EngineArgs,
+    async_scheduling,
+    max_num_mixed_prefill_tokens,
+    memory_utilization,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.attention.backend import AttentionMetadata
+from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.device_inputs import DeviceInputs
-from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.step_arrays import StepArrays, flatten_step
-from argosy_engine.worker.step_inputs import HostInputs, StepTensors
+from argosy_engine.worker.input_batch import HostInputs, InputBatch, StepArrays, StepTensors, flatten_step
 from checked_copies import CheckedRuntime
 
 CPU = torch.device("cpu")

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import uvicorn
 
-from argosy_engine.api.http.connection_limit import protocol_of
-from argosy_engine.api.http.direct_body import DirectBody, direct_body
-from argosy_engine.api.http.http_protocol import HttpLimits
+from argosy_engine.api.http.http_protocol import ClientConnection, HttpLimits, client_connection, protocol_of
 from argosy_engine.api.http.http_server import HttpServer
 
 PIECE = bytes(range(256)) * 256
 pytestmark = pytest.mark.timeout(60)
 
-Answer = Callable[[DirectBody, Any, Any], Awaitable[None]]
+Answer = Callable[[ClientConnection, Any, Any], Awaitable[None]]
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
@@ -40,7 +38,7 @@ class Served:
         self.serving = asyncio.create_task(self.server.serve([self.listener]))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        direct = direct_body(scope)
+        direct = client_connection(scope)
         assert direct is not None
         await self.answer(direct, receive, send)
 
@@ -76,7 +74,7 @@ async def body_of(reader: asyncio.StreamReader) -> bytes:
 async def test_pieces_keep_their_order(served: Served) -> None:
     seen: list[bool] = []
 
-    async def answer(direct: DirectBody, _: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, _: Any, send: Any) -> None:
         seen.append(direct.is_ready)
         await send(START)
         await send(piece(b"first "))
@@ -97,7 +95,7 @@ async def test_nothing_is_written_while_the_client_does_not_read(served: Served)
     is_full = asyncio.Event()
     count = 0
 
-    async def answer(direct: DirectBody, _: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, _: Any, send: Any) -> None:
         nonlocal count
         await send(START)
         await send(piece(PIECE))
@@ -119,7 +117,7 @@ async def test_nothing_is_written_while_the_client_does_not_read(served: Served)
 async def test_nothing_is_written_for_a_client_that_has_left(served: Served) -> None:
     after: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def answer(direct: DirectBody, receive: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, receive: Any, send: Any) -> None:
         await send(START)
         await send(piece(b"x"))
         assert direct.is_ready
@@ -140,7 +138,7 @@ async def test_a_body_of_known_length_and_none_are_sent_as_usual(
 ) -> None:
     ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def answer(direct: DirectBody, _: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, _: Any, send: Any) -> None:
         await send({**START, "headers": headers})
         ready.set_result(direct.is_ready)
         await send(piece(b"body", more=False))
@@ -154,7 +152,7 @@ async def test_a_body_of_known_length_and_none_are_sent_as_usual(
 
 def test_a_request_without_a_connection_of_its_own_has_none() -> None:
     """As one that another process relays."""
-    assert direct_body({"type": "http"}) is None
+    assert client_connection({"type": "http"}) is None
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3])
@@ -162,7 +160,7 @@ async def test_a_disconnect_ends_the_request_that_runs(served: Served, num_reque
     """Pipelined requests wait behind it, and never begin."""
     told, begun = asyncio.Event(), []
 
-    async def answer(direct: DirectBody, receive: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, receive: Any, send: Any) -> None:
         begun.append(direct)
         await send(START)
         await send(piece(b"x"))
@@ -182,7 +180,7 @@ async def test_a_disconnect_ends_the_request_that_runs(served: Served, num_reque
 async def test_a_disconnect_ends_the_second_of_pipelined_requests(served: Served) -> None:
     told, num_begun = asyncio.Event(), 0
 
-    async def answer(direct: DirectBody, receive: Any, send: Any) -> None:
+    async def answer(direct: ClientConnection, receive: Any, send: Any) -> None:
         nonlocal num_begun
         num_begun += 1
         await send(START)

@@ -13,18 +13,12 @@ import msgspec
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.api.openai.chat import chat_stream
-from argosy_engine.api.openai.completions import completion_stream
-from argosy_engine.api.openai.openai_serving import OpenAIServing
+from argosy_engine.api.endpoints.chat import chat_stream
+from argosy_engine.api.endpoints.completions import completion_stream
+from argosy_engine.api.served_engine import OpenAIServing
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.frontend.output_collector import OutputCollector
-from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.messages.core_messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
+from argosy_engine.frontend.output_processor import GenerationOutput, OutputCollector
+from argosy_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 
 STEPS = 40

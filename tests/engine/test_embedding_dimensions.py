@@ -13,7 +13,7 @@ import pytest
 
 from argosy_engine import LLM
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params import PoolingParams
 
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
 SIZE = 256

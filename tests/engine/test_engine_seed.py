@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy_engine.frontend.llm import LLM
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 
 HOT = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True, n=2)
 PROMPTS = ["Once upon a time", "The sea", "Once upon a time"]

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_engine.api.openai import completion_format
-from argosy_engine.api.openai.completion_format import CompletionFormat
-from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
-from argosy_engine.frontend.output_collector import MAX_MERGED_VALUES, OutputCollector
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.api.endpoints import completions
+from argosy_engine.api.endpoints.choice_stream import LogprobsFormat, TextOffsets
+from argosy_engine.api.endpoints.completions import CompletionFormat
+from argosy_engine.frontend.output_processor import MAX_MERGED_VALUES, GenerationOutput, OutputCollector
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.token_logprobs import TokenLogprobs
@@ -56,8 +55,8 @@ def test_a_long_echo_is_split(
     tokenizer: Tokenizer, num_prompt_tokens: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *parts, end = opening(tokenizer, num_prompt_tokens, **fields)
-    monkeypatch.setattr(completion_format, "MAX_ECHOED_VALUES", 10**9)
-    monkeypatch.setattr(completion_format, "MAX_ECHOED_CHARS", 10**9)
+    monkeypatch.setattr(completions, "MAX_ECHOED_VALUES", 10**9)
+    monkeypatch.setattr(completions, "MAX_ECHOED_CHARS", 10**9)
     whole, same_end = opening(tokenizer, num_prompt_tokens, **fields)
     assert len(parts) > 1
     assert (end.text, end.token_ids, end.logprobs) == ("", [], None)

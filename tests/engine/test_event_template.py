@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.api.openai.event_template import EventTemplate, encode_event
+from argosy_engine.api.endpoints.choice_stream import EventTemplate, encode_event
 from argosy_protocol.openai import ChatChunkChoice, ChatCompletionChunk, Completion, CompletionChoice, Delta
 
 TEXTS = st.text() | st.sampled_from(

@@ -17,9 +17,9 @@ from argosy_engine import EngineArgs, LLMEngine
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
-from argosy_engine.executor.worker_class import worker_class
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.osproc.child_process import wait_readable
+from argosy_engine.executor.uniproc_executor import worker_class
+from argosy_engine.messages import CollectiveRpc
+from argosy_engine.osproc import wait_readable
 from engine_contract import (
     FAKE_TOKENS,
     FOREVER,

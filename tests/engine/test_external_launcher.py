@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.distributed.launch_environment import LaunchEnvironment, read_launch
+from argosy_engine.distributed.engine_copies import LaunchEnvironment, read_launch
 from argosy_engine.distributed.parallel_config import ParallelConfig
 from argosy_engine.errors import ConfigError
 from launched_copies import LAUNCHED, LAYOUTS, TINY, experts, observe

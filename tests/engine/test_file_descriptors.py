@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.osproc.file_descriptors import MIN_FREE, require_free
+from argosy_engine.osproc import MIN_FREE_DESCRIPTORS, require_free_descriptors
 from forked_serves import serve_each
 from processes import Server, free_port, running, wait_until, with_descriptors
 
@@ -50,7 +50,7 @@ def test_any_number_of_descriptors_that_is_too_small_is_reported() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("free", [MIN_FREE - 1, MIN_FREE])
+@pytest.mark.parametrize("free", [MIN_FREE_DESCRIPTORS - 1, MIN_FREE_DESCRIPTORS])
 def test_as_many_descriptors_as_a_core_needs_are_enough(free: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
@@ -62,11 +62,11 @@ def test_as_many_descriptors_as_a_core_needs_are_enough(free: int) -> None:
         for descriptor in taken[-free:]:
             os.close(descriptor)
         del taken[-free:]
-        if free < MIN_FREE:
-            with pytest.raises(ConfigError, match=f"needs {MIN_FREE} free .*, and {free} of"):
-                require_free()
+        if free < MIN_FREE_DESCRIPTORS:
+            with pytest.raises(ConfigError, match=f"needs {MIN_FREE_DESCRIPTORS} free .*, and {free} of"):
+                require_free_descriptors()
         else:
-            require_free()
+            require_free_descriptors()
     finally:
         for descriptor in taken:
             os.close(descriptor)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy_engine.checkpoint.folder_check import check_folder
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import check_folder, resolve_model
 from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.errors import ConfigError
 from argosy_engine.models.config_file import load_model_config

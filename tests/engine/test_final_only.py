@@ -10,12 +10,10 @@ import pytest
 
 from argosy_engine.errors import EngineDead
 from argosy_engine.frontend.observer import Observer, RequestTimings
-from argosy_engine.frontend.output_collector import OutputCollector
-from argosy_engine.frontend.output_processor import OutputProcessor
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.output_processor import GenerationOutput, OutputCollector, OutputProcessor
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 PROMPT = list(range(5, 45))

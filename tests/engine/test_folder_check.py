@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from argosy_engine.api.doctor import main as doctor
-from argosy_engine.checkpoint.folder_check import check_folder
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import check_folder, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.errors import ConfigError

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from argosy_engine.api.http.followed_keys import LOOK_EVERY_S, MAX_FILE_BYTES, MAX_LINGERING, FollowedKeys
-from argosy_engine.api.http_service import accepted_keys
+from argosy_engine.api.app import accepted_keys
+from argosy_engine.api.http.asgi_layers import LOOK_EVERY_S, MAX_FILE_BYTES, MAX_LINGERING, FollowedKeys
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.errors import ConfigError
-from argosy_protocol.bearer_keys import internal_key
+from argosy_protocol.headers import internal_key
 
 OLD, NEW = (internal_key(fleet_key, "a-service") for fleet_key in (b"o" * 32, b"n" * 32))
 

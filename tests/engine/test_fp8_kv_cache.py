@@ -10,8 +10,7 @@ import torch
 
 from argosy_engine import LLM, SamplingParams
 from argosy_engine.api.doctor import main as doctor
-from argosy_engine.attention.backend import AttentionWeights
-from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.backend import Attention, AttentionWeights
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from attention_cases import random_case

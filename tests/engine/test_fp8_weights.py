@@ -21,17 +21,16 @@ from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
-from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
-from argosy_engine.layers.linear import LinearSpec
-from argosy_engine.layers.linear_kernels import LinearKernel
+from argosy_engine.layers.linear import Linear, LinearSpec
+from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS, RoutingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig, parse_quantization
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.native.library import kernels
-from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
+from argosy_engine.sizing.resources import DeviceMemory
 from attention_cases import model_inputs
 from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
@@ -181,7 +180,7 @@ def test_a_product_in_fp8_is_as_exact_as_its_inputs(is_per_channel: bool, input_
     assert (out.float() - expected(x, tensors)).norm() < 0.06 * expected(x, tensors).norm()
 
 
-def relative_error(layer: LinearKernel, weight: torch.Tensor) -> float:
+def relative_error(layer: Linear, weight: torch.Tensor) -> float:
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     wanted = F.linear(x.float(), weight.float())
     return float((layer(x).float() - wanted).norm() / wanted.norm())

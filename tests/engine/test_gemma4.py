@@ -17,14 +17,18 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.model_configs.gemma4_config import Gemma4Config
-from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
-from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
+from argosy_engine.model_configs.gemma_config import Gemma4Config
+from argosy_engine.model_configs.sharding import (
+    Sharding,
+    Stage,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+)
 from argosy_engine.models.config_file import load_model_config, parse_config
-from argosy_engine.models.gemma4 import Gemma4
+from argosy_engine.models.gemma import Gemma4
 from argosy_engine.models.loader import load_model
 from argosy_engine.sizing.kv_cache_sizing import planned_groups
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
+from argosy_engine.worker.model_runner import bind_kv_cache, layer_groups
 from attention_cases import bind_sequence, sequence_inputs
 from fp8_checkpoints import quantize_checkpoint
 from gemma4_shapes import DENSE, EXPERTS, SHARED

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import ConfigError
-from argosy_engine.request_defaults import GenerationConfig, RequestDefaults, sampling_defaults
+from argosy_engine.resolved_config import GenerationConfig, RequestDefaults, sampling_defaults
 from processes import free_port
 
 

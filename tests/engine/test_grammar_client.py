@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.structured import compile_queue
 from argosy_engine.structured.compile_queue import BackendUnavailable
-from argosy_engine.structured.grammar_client import ForkedCompilation, GrammarClient
-from argosy_engine.structured.grammar_messages import GrammarServerArgs
-from argosy_engine.structured.grammar_server import NICENESS
+from argosy_engine.structured.grammar_server import (
+    NICENESS,
+    ForkedCompilation,
+    GrammarClient,
+    GrammarServerArgs,
+)
 from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
 from processes import wait_until
@@ -108,8 +111,7 @@ def child_of(client: GrammarClient) -> int:
     ids=["json", "bounded string", "regex", "choice", "structural tag"],
 )
 def test_grammars_are_the_same_as_those_compiled_here(client: GrammarClient, spec: GrammarSpec) -> None:
-    from argosy_engine.structured.vocabulary import Vocabulary
-    from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+    from argosy_engine.structured.xgrammar_backend import Vocabulary, XGrammarBackend
 
     here = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1).compile(spec)
     masks = []
@@ -209,7 +211,7 @@ def test_a_closed_client_starts_no_process() -> None:
 
 def test_closing_does_not_wait_for_a_process_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped here. One that imports XGrammar reads nothing for seconds, on a busy machine."""
-    monkeypatch.setattr("argosy_engine.structured.grammar_client.EXIT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("argosy_engine.structured.grammar_server.EXIT_TIMEOUT_S", 600.0)
     client = GrammarClient(ARGS)
     compilation = client.new_compilation()
     pid = client.pid
@@ -229,7 +231,7 @@ def test_a_vocabulary_that_cannot_be_fetched_is_no_fault_of_a_grammar(
     """Its answer is too long here; the system may also kill the fork that reads it, for lack of memory."""
     fresh = GrammarClient(ARGS)
     try:
-        monkeypatch.setattr("argosy_engine.structured.grammar_client.MAX_ANSWER_BYTES", 2000)
+        monkeypatch.setattr("argosy_engine.structured.grammar_server.MAX_ANSWER_BYTES", 2000)
         for fetch in (fresh.warm_up, lambda: compiled(fresh, "regex", "a")):
             with pytest.raises(BackendUnavailable, match="vocabulary"):
                 fetch()
@@ -250,8 +252,8 @@ def test_an_unreadable_vocabulary_is_reported(tmp_path: Path) -> None:
 
 PARENT = """
 import sys, threading
-from argosy_engine.structured.grammar_client import GrammarClient
-from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.grammar_server import GrammarClient
+from argosy_engine.structured.grammar_server import GrammarServerArgs
 from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 client = GrammarClient(GrammarServerArgs(sys.argv[1], 1024, [2], 1))
@@ -314,12 +316,12 @@ def test_nothing_outlives_a_killed_core(started_by: str, state: str) -> None:
 def test_neither_torch_nor_transformers_are_loaded_for_grammars() -> None:
     code = (
         "import sys\n"
-        "from argosy_engine.structured.xgrammar_import import import_xgrammar\n"
+        "from argosy_engine.structured.xgrammar_backend import import_xgrammar\n"
         "import_xgrammar()\n"
         "from argosy_engine.structured.structured_outputs_params import GrammarSpec\n"
-        "from argosy_engine.structured.vocabulary import Vocabulary\n"
+        "from argosy_engine.structured.xgrammar_backend import Vocabulary\n"
         "from argosy_engine.structured.xgrammar_backend import XGrammarBackend\n"
-        "from argosy_engine.structured.step_probe import check_steps\n"
+        "from argosy_engine.structured.xgrammar_backend import check_steps\n"
         "from pathlib import Path\n"
         "backend = XGrammarBackend(lambda: Vocabulary(Path(sys.argv[1]), 1024, (2,)), 1)\n"
         "check_steps(backend.compile(GrammarSpec('regex', '[a-z]+')), backend.token_lengths())\n"
@@ -336,7 +338,7 @@ def test_the_import_of_xgrammar_leaves_crashes_to_their_handler(options: list[st
     """A library below it brings a handler of its own, which may wait for ever for a lock of the code that crashed."""
     code = (
         "import os, signal\n"
-        "from argosy_engine.structured.xgrammar_import import import_xgrammar\n"
+        "from argosy_engine.structured.xgrammar_backend import import_xgrammar\n"
         "import_xgrammar()\n"
         "os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
@@ -348,9 +350,13 @@ def test_the_import_of_xgrammar_leaves_crashes_to_their_handler(options: list[st
 
 def test_a_grammar_whose_steps_take_too_long_is_refused() -> None:
     """With each reading of the CPU clock a tenth of a second later than usual."""
-    from argosy_engine.structured.step_probe import MAX_STEP_S, TooSlow, check_steps
-    from argosy_engine.structured.vocabulary import Vocabulary
-    from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+    from argosy_engine.structured.xgrammar_backend import (
+        MAX_STEP_S,
+        TooSlow,
+        Vocabulary,
+        XGrammarBackend,
+        check_steps,
+    )
 
     backend = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1)
     grammar = backend.compile(GrammarSpec("regex", "[a-z]+ [0-9]{3}"))

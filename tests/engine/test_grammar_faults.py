@@ -12,9 +12,8 @@ import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.request_watchdog import Watchdog
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.core.engine_core import EngineCore, Watchdog
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 from argosy_engine.structured.compile_queue import CompileQueue
 from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager

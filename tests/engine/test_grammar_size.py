@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.grammar_size import MAX_UNBOUNDED, grammar_size, pattern_size
+from argosy_engine.structured.grammar_checks import MAX_UNBOUNDED, grammar_size, pattern_size
 from argosy_engine.structured.json_schema import normalized_schema
 from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
 

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from greedy_reference import differing_tokens
 from preemptions import PreemptionCounter
 

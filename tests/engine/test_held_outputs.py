@@ -13,15 +13,13 @@ import msgspec
 import pytest
 import zmq
 
-from argosy_engine.core.proc.client_group import client_addresses
+from argosy_engine.core.proc.core_handle import client_addresses
 from argosy_engine.core.proc.core_process import CoreProcess
-from argosy_engine.core.proc.held_outputs import HOLD_S, HOLD_TOKENS_S, MAX_HELD, HeldOutputs
+from argosy_engine.core.proc.output_router import HOLD_S, HOLD_TOKENS_S, MAX_HELD, HeldOutputs
 from argosy_engine.frontend.observer import Observer, RequestTimings
-from argosy_engine.frontend.output_collector import OutputCollector
-from argosy_engine.frontend.output_processor import OutputProcessor
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.output_processor import GenerationOutput, OutputCollector, OutputProcessor
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
     ChunkEnd,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -34,7 +32,7 @@ from argosy_engine.messages.core_messages import (
     SchedulerStats,
     UtilityOutput,
 )
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 

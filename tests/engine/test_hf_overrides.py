@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_use import HfOverrides, ModelUse
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 
 TINY = resolve_model("builtin://tiny")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

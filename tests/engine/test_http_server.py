@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from argosy_engine.api.http.connection_limit import protocol_of
-from argosy_engine.api.http.http_protocol import HttpLimits
+from argosy_engine.api.http.http_protocol import HttpLimits, protocol_of
 from argosy_engine.api.http.http_server import HttpServer
 
 FOR_EVER_S = 3600.0

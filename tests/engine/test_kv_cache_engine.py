@@ -11,8 +11,8 @@ import torch
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from greedy_reference import differing_tokens
 from random_checkpoints import KINDS, make_checkpoint
 from transformers_checkpoints import write_checkpoint

@@ -17,10 +17,10 @@ from argosy_engine.attention.kv_cache_spec import (
     group_layers,
     state_bytes,
 )
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import ChunkEnd, EngineCoreRequest
+from argosy_engine.params import SamplingParams
 
 BLOCK = 4
 FULL, SLIDING = FullAttentionSpec(100), SlidingWindowSpec(100, 6)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from argosy_engine import LLM
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
-from argosy_engine.attention import WORKSPACE_BYTES
+from argosy_engine.attention.backend import ModelInputs
 from argosy_engine.attention.kv_cache_spec import (
     FullAttentionSpec,
     RecurrentStateSpec,
@@ -25,19 +25,17 @@ from argosy_engine.attention.kv_cache_spec import (
     group_layers,
     groups_of_layers,
 )
-from argosy_engine.attention.metadata import ModelInputs
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.attention.params import WORKSPACE_BYTES
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit
-from argosy_engine.frontend.memory_report import budget_table
+from argosy_engine.frontend.model_source import budget_table
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.sharding import Sharding
-from argosy_engine.model_configs.stage import all_stages
+from argosy_engine.model_configs.sharding import Sharding, all_stages
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.loader import plan_weights
 from argosy_engine.resolved_config import MemoryBudget
-from argosy_engine.sizing.device import DeviceMemory, cpu_memory
 from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
@@ -47,6 +45,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     scarcest,
     stage_elements,
 )
+from argosy_engine.sizing.resources import DeviceMemory, cpu_memory
 from transformers_checkpoints import small_config, write_checkpoint
 
 TINY = resolve_model("builtin://tiny")
@@ -369,7 +368,7 @@ def test_the_largest_steps_run_and_sample_every_request(
 ) -> None:
     """The memory profile of a CUDA device, run on a CPU."""
     from argosy_engine.worker import worker as worker_module
-    from argosy_engine.worker.memory_profiling import run_largest_steps
+    from argosy_engine.worker.warm_up import run_largest_steps
 
     runners: list[Any] = []
 

@@ -17,13 +17,12 @@ import transformers
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.api.doctor import diagnose
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core import engine_core
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.compile_queue import CompileQueue
-from argosy_engine.structured.grammar_client import GrammarClient
-from argosy_engine.structured.grammar_messages import GrammarServerArgs
+from argosy_engine.structured.grammar_server import GrammarClient, GrammarServerArgs
 from argosy_engine.structured.manager import StructuredOutputManager
 
 VOCAB = 150_000

@@ -13,8 +13,8 @@ from argosy_engine.core.proc.async_core_client import AsyncMPClient
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.core.proc.core_handle import CoreHandle
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from engine_processes import worker_path
 from probe_worker import LongReasonWorker
 from processes import is_alive, wait_until

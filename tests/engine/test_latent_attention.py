@@ -11,13 +11,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention.latent import LatentWeights
-from argosy_engine.attention.latent_torch import TorchLatentAttention
-from argosy_engine.attention.layer import LatentAttention
+from argosy_engine.attention.backend import LatentAttention, LatentWeights, RotaryEmbedding
 from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
-from argosy_engine.attention.torch_attn import TorchBackend
+from argosy_engine.attention.torch_attn import TorchBackend, TorchLatentAttention
 from argosy_engine.errors import ConfigError
 from latent_cases import latent_case
 

@@ -14,19 +14,20 @@ from safetensors.torch import save_file
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers import linear_kernels
+from argosy_engine.layers import linear
 from argosy_engine.layers.experts import ExpertsSpec, StackedExperts
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.layer_kernels import GatedActivation, gelu_tanh_and_mul, squared_relu
-from argosy_engine.layers.linear import Linear, LinearSpec
-from argosy_engine.layers.linear_kernels import (
-    GatedLinearKernel,
-    LinearKernel,
+from argosy_engine.layers.linear import (
+    GatedLinear,
+    Linear,
+    LinearSpec,
     SplitGatedLinear,
     TorchLinear,
-    gated_linear_kernel,
-    linear_kernel,
+    gated_linear_of,
+    linear_of,
 )
+from argosy_engine.layers.linear_method import LinearMethod
+from argosy_engine.layers.norms import GatedActivation, gelu_tanh_and_mul, squared_relu
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -41,7 +42,7 @@ def test_whichever_kernel_is_chosen_the_result_is_the_definition(
 ) -> None:
     """31 bfloat16 elements are not a whole number of the CPU kernels' units."""
     if not has_kernels:
-        monkeypatch.setattr(linear_kernels, "kernels", lambda: None)
+        monkeypatch.setattr(linear, "kernels_for", lambda *_: None)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, in_features, generator=generator).to(dtype)
     bias = torch.randn(96, generator=generator).to(dtype) if has_bias else None
@@ -49,22 +50,22 @@ def test_whichever_kernel_is_chosen_the_result_is_the_definition(
     wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     gate, up = wide.chunk(2, dim=-1)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    layer = linear_kernel(weight, bias)
+    layer = linear_of(weight, bias)
     torch.testing.assert_close(layer(x).double(), wide, **tolerance)
     torch.testing.assert_close(layer.logits(x).double(), wide, **tolerance)
-    gated = gated_linear_kernel(weight, bias)
+    gated = gated_linear_of(weight, bias)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, **tolerance)
     assert has_kernels or layer.packed is gated.packed is None
-    gelu = gated_linear_kernel(weight, bias, gelu_tanh_and_mul)
+    gelu = gated_linear_of(weight, bias, gelu_tanh_and_mul)
     torch.testing.assert_close(gelu(x).double(), F.gelu(gate, approximate="tanh") * up, **tolerance)
-    squared = gated_linear_kernel(weight, bias, squared_relu)
+    squared = gated_linear_of(weight, bias, squared_relu)
     torch.testing.assert_close(squared(x).double(), F.relu(wide).square(), **tolerance)
 
 
-class ScaledLinearMethod:
+class ScaledLinearMethod(LinearMethod):
     """Weights in FP8 with one scale per projection, multiplied in the engine's dtype."""
 
-    def load(self, weights: Weights, spec: LinearSpec) -> LinearKernel:
+    def load(self, weights: Weights, spec: LinearSpec) -> Linear:
         parts = []
         for name, size in spec.parts.items():
             stored = weights.take(name + ".weight", size, spec.in_features, dtype=torch.float8_e4m3fn)
@@ -72,15 +73,13 @@ class ScaledLinearMethod:
             parts.append((stored.to(scale.dtype) * scale).to(weights.dtype))
         return TorchLinear(torch.cat(parts), None)
 
-    def load_gated(
-        self, weights: Weights, spec: LinearSpec, activation: GatedActivation
-    ) -> GatedLinearKernel:
+    def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         return SplitGatedLinear(self.load(weights, spec), activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         raise NotImplementedError
 
-    def tie(self, embedding: torch.Tensor) -> LinearKernel:
+    def tie(self, embedding: torch.Tensor) -> Linear:
         return TorchLinear(embedding, None)
 
 

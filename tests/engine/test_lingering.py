@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from argosy_engine.api.http.connection_limit import MAX_TURNED_AWAY, protocol_of
-from argosy_engine.api.http.http_protocol import HttpLimits
-from argosy_engine.api.http.request_limits import RequestLimits
+from argosy_engine.api.http.asgi_layers import RequestLimits
+from argosy_engine.api.http.http_protocol import MAX_TURNED_AWAY, HttpLimits, protocol_of
 
 FEW_CONNECTIONS = 2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

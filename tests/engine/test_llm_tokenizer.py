@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from argosy_engine import LLM, SamplingParams
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest
 
 TINY = resolve_model("builtin://tiny")

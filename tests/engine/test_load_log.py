@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from argosy_engine.api.load_log import LoadLog
-from argosy_engine.messages.load_step import LoadStep
+from argosy_engine.api.serve import LoadLog
+from argosy_engine.messages import LoadStep
 
 
 def test_phases_and_percents_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

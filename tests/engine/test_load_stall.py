@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from argosy_engine import EngineArgs
-from argosy_engine.api.start_watch import GRACE_S, StartWatch
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.api.serve import GRACE_S, StartWatch
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.core.proc.core_client import SyncMPClient
-from argosy_engine.core.proc.load_watch import LoadWatch
+from argosy_engine.core.proc.core_handle import LoadWatch
 from argosy_engine.errors import LoadStalled
 from argosy_engine.executor.factory import make_executor
-from argosy_engine.messages.load_step import LoadStep
+from argosy_engine.messages import LoadStep
 from processes import Server, children, descendants, free_port, is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(240)

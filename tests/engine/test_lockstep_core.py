@@ -11,8 +11,8 @@ import pytest
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.distributed.lockstep import Lockstep, LockstepFiles, Round
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, UtilityCall
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, UtilityCall
+from argosy_engine.params import SamplingParams
 from fake_executor import BLOCK, FakeExecutor
 
 TIMEOUT_S = 60.0

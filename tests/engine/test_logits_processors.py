@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
-from argosy_engine.sample.logits_processor.penalties import Penalties
+from argosy_engine.params import SamplingParams
+from argosy_engine.sample.builtin_processors import Penalties
+from argosy_engine.sample.logits_processor import Added, BatchUpdate, Rows
 from argosy_engine.sample.sampler import GrammarMask, SamplerOptions
 from argosy_engine.sample.token_logprobs import LogprobsMode
 from sampler_steps import CPU, EVENT, SLOTS, VOCAB, Batch, check_chosen_tokens, cut, reference

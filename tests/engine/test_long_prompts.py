@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from argosy_engine.api.app import build_app
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.renderer import Renderer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.resolved_config import RequestDefaults
 from argosy_protocol.openai import decode_request
 from stub_engine import StubEngine
 

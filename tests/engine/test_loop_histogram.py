@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from argosy_engine.api.observability.loop_histogram import LoopHistogramFamily
+from argosy_engine.api.observability.metrics import LoopHistogramFamily
 
 BUCKETS = (0.001, 0.01, 0.25, 1.0, 10.0)
 

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.layers.mamba import CpuMamba, GroupMeans, MambaKernel, MambaWeights, TorchMamba
+from argosy_engine.layers.mamba import CpuMamba, GroupMeans, MambaWeights, TorchMamba
 from argosy_engine.native.library import kernels
 from delta_net_cases import STEPS, Spans
 from mamba_cases import SIZES, Run, check_ranks, check_steps, outputs_of, reference, weights_of
@@ -65,7 +65,7 @@ def test_ranks_that_share_groups(
     if is_native and loaded is None:
         pytest.skip("no CPU kernels on this machine")
 
-    def make(params: MambaParams, weights: MambaWeights, means: GroupMeans) -> MambaKernel:
+    def make(params: MambaParams, weights: MambaWeights, means: GroupMeans) -> Run:
         if is_native and loaded is not None:
             return CpuMamba(params, weights, loaded, means)
         return TorchMamba(params, weights, means)

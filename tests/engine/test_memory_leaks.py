@@ -15,12 +15,12 @@ import pytest
 from argosy_engine.api.app import build_app
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.kv_cache import prefix_announcer
+from argosy_engine.core import prefix_residency
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
-from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from container_census import census
 
 ARGS = EngineArgs.of(
@@ -146,7 +146,7 @@ async def grown() -> Counter[str]:
 
 def test_no_container_grows_with_requests_served(monkeypatch: pytest.MonkeyPatch) -> None:
     # Blocks that all prompts begin with are soon full.
-    monkeypatch.setattr(prefix_announcer, "MAX_CHUNKS_PER_BLOCK", 4)
+    monkeypatch.setattr(prefix_residency, "MAX_CHUNKS_PER_BLOCK", 4)
     # One entry for each request of one kind is EACH * ROUNDS; caches that are full breathe by less.
     growth = asyncio.run(grown())
     assert {path: entries for path, entries in growth.items() if entries >= EACH * ROUNDS} == {}

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from argosy_engine import LLM
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.frontend.observer import RequestTimings
-from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
+from argosy_engine.messages import EngineCoreOutputs, SchedulerStats
 from argosy_engine.resolved_config import ResolvedConfig
 
 E2E = "vllm:e2e_request_latency_seconds"

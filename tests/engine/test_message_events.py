@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.api.anthropic.message_format import MessageFormat
-from argosy_engine.api.anthropic.message_stream import MessageEvents, with_id_comments
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.api.endpoints.messages import MessageEvents, MessageFormat, with_id_comments
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.request_defaults import RequestDefaults
-from argosy_protocol.anthropic import ResumedMessage, decode_messages_request
-from argosy_protocol.anthropic_chat import as_chat
+from argosy_engine.resolved_config import RequestDefaults
+from argosy_protocol.anthropic import ResumedMessage, as_chat, decode_messages_request
 from argosy_protocol.json_limits import MAX_DEPTH
 from message_events import message, parsed
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from anthropic.types import MessageParam, ToolParam
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from message_events import message, parsed
 from processes import Server, free_port, running, wait_until
 from served_engine import KEY, MAX_MODEL_LEN, SERVE_TINY

@@ -20,17 +20,16 @@ from sentencepiece import SentencePieceTrainer
 
 from argosy_engine import LLM
 from argosy_engine.api import doctor
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.checkpoint.tokenizer_files import find_tokenizer, prepare_tokenizer
 from argosy_engine.errors import ConfigError, InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.renderer import Renderer, open_tokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.request_defaults import RequestDefaults
-from argosy_engine.resolved_config import ParserConfig, TokenizerConfig
+from argosy_engine.params import SamplingParams
+from argosy_engine.resolved_config import ParserConfig, RequestDefaults, TokenizerConfig
 from argosy_engine.structured.structured_outputs_params import StructuredOutputsParams
-from argosy_engine.structured.vocabulary import Vocabulary
+from argosy_engine.structured.xgrammar_backend import Vocabulary
 from argosy_protocol.openai import ChatCompletionRequest, CompletionRequest
 from mistral_tokenizers import WORDS, special_tokens, tekken, write_tekken
 from shallow_model import write_shallow_model

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_engine.api.flagged_engine import root_of
-from argosy_engine.api.openai.openai_serving import OpenAIServing
+from argosy_engine.api.app import root_of
 from argosy_engine.api.serve import parse_args
+from argosy_engine.api.served_engine import OpenAIServing
 from argosy_protocol.errors import NotFound
 
 

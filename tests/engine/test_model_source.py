@@ -13,12 +13,12 @@ import pytest
 from argosy_engine import LLM, EngineArgs, SamplingParams
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
-from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
+from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.frontend.model_source import is_remote, local_model, local_model_async, model_headers
 from argosy_engine.models.config_file import load_model_config
 from argosy_fetcher.errors import ModelInUse, NoSpace, TransientError
-from argosy_fetcher.progress_display import LineDisplay
+from argosy_fetcher.progress import LineDisplay
 from argosy_fetcher.pull import find_model, open_store
 from argosy_fetcher.source_uri import parse
 from named_sources import PUBLISHED, publish_tiny, serve_names

@@ -21,13 +21,13 @@ from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import planned_groups
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups, state_layers
+from argosy_engine.worker.model_runner import bind_kv_cache, layer_groups, state_layers
 from attention_cases import bind_sequence, sequence_inputs
 from greedy_reference import differing_tokens
 from llama_shapes import LLAMA_SHAPES

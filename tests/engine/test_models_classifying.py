@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from argosy_engine import LLM
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params import PoolingParams
 from random_checkpoints import KINDS, Kind, make_checkpoint
 
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"

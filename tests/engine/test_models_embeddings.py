@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from argosy_engine import LLM
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params import PoolingParams
 from argosy_protocol.openai import ChatCompletionRequest
 from case_tables import wrong_answers
 from processes import Server

@@ -26,16 +26,16 @@ from argosy_engine import LLM, EngineArgs, SamplingParams
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.checkpoint import weights
-from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.layers.embedding import inverse_frequencies
 from argosy_engine.model_configs.gemma_config import GemmaConfig
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.rope_config import RopeParameters, rope_fields
 from argosy_engine.models import loader, registry
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, parse_config
 from argosy_engine.models.loader import LoadProgress, complete_config, load_model, plan_weights
-from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.sizing.resources import DeviceMemory
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from transformers_checkpoints import architecture_of, small_config, write_checkpoint

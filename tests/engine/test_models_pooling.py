@@ -21,8 +21,7 @@ from argosy_engine.frontend.pooling import (
     pooling_request,
 )
 from argosy_engine.frontend.renderer import TokenizedPrompt
-from argosy_engine.params.pooling_params import PoolingParams
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import PoolingParams, SamplingParams
 from random_checkpoints import KINDS, make_checkpoint
 from transformers_checkpoints import VOCAB_SIZE, write_checkpoint
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.embedding import query_scales
 from argosy_engine.layers.experts import choose_experts
 from argosy_engine.layers.mlp import SparseMLP
-from argosy_engine.layers.rope import query_scales
 from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig

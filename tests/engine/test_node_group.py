@@ -19,16 +19,19 @@ import pytest
 
 from argosy_engine import EngineArgs
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.executor import multinode_executor, node_agent, node_group
+from argosy_engine.executor import multinode_executor, node_agent
+from argosy_engine.executor import multinode_executor as node_group
 from argosy_engine.executor.broadcast import MessageStream
 from argosy_engine.executor.factory import make_executor
-from argosy_engine.executor.handshake_slots import HandshakeSlots
+from argosy_engine.executor.multinode_executor import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_REFUSAL_LINES,
+    HandshakeSlots,
+    NodeGroup,
+    RefusalLog,
+)
 from argosy_engine.executor.node_agent import JoiningNode
-from argosy_engine.executor.node_channel import NodeChannel, connect_to_peer
-from argosy_engine.executor.node_greeting import hello
-from argosy_engine.executor.node_group import HANDSHAKE_TIMEOUT_S, NodeGroup
-from argosy_engine.executor.node_key import read_keys
-from argosy_engine.executor.node_messages import (
+from argosy_engine.executor.node_channel import (
     ANSWER,
     ENDED,
     MESSAGE,
@@ -36,12 +39,15 @@ from argosy_engine.executor.node_messages import (
     READY,
     START,
     STOP,
+    NodeChannel,
     NodeHello,
     NodeStart,
     WorkerExit,
+    connect_to_peer,
+    hello,
+    read_keys,
 )
-from argosy_engine.executor.refusal_log import MAX_LINES, RefusalLog
-from argosy_engine.messages.load_step import LoadStep
+from argosy_engine.messages import LoadStep
 from processes import free_port, wait_until
 
 KEY = b"k" * 32
@@ -389,8 +395,8 @@ def test_connections_that_come_back_do_not_keep_others_out(
         with silent_connections(made.args.master_port, 24, host):
             made.join().send(READY)
             made.group.wait_until_ready()
-            wait_until(lambda: num_refusals() == MAX_LINES, "ten refusals")
-        assert num_refusals() == MAX_LINES
+            wait_until(lambda: num_refusals() == MAX_REFUSAL_LINES, "ten refusals")
+        assert num_refusals() == MAX_REFUSAL_LINES
 
 
 def test_a_full_port_cuts_the_oldest_connection_of_the_busiest_address() -> None:
@@ -436,7 +442,7 @@ def test_refusals_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture)
     refusals = RefusalLog(logging.getLogger("argosy.core"), clock=lambda: now)
     for _ in range(25):
         refusals.warn("10.0.0.9", "its key is not this engine's")
-    assert caplog.text.count("refused a connection of 10.0.0.9") == MAX_LINES
+    assert caplog.text.count("refused a connection of 10.0.0.9") == MAX_REFUSAL_LINES
     now = 60.0
     refusals.warn("10.0.0.8", "it did not answer in time")
     assert "refused 15 further connections" in caplog.text

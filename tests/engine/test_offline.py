@@ -20,7 +20,7 @@ from argosy_engine import (
 from argosy_engine.errors import ConfigError, EngineClosed, InvalidRequest
 from argosy_engine.frontend.llm import RequestOutput
 from argosy_engine.frontend.prompts import as_list, text_or_token_ids
-from argosy_engine.messages.core_messages import EngineCoreOutputs, FinishReason
+from argosy_engine.messages import EngineCoreOutputs, FinishReason
 from argosy_engine.vllm_settings import engine_args_of
 from chat_requests import chat
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.attention.metadata import ModelInputs
-from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.attention.backend import ModelInputs
+from argosy_engine.frontend.output_processor import RequestOutput
 from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.model_runner import ModelRunner
 

@@ -18,29 +18,21 @@ import torch
 from hypothesis import given, settings
 
 from argosy_engine import LLM
-from argosy_engine.api.openai.logprobs_format import LogprobsFormat, TextOffsets
+from argosy_engine.api.endpoints.choice_stream import LogprobsFormat, TextOffsets
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import InvalidRequest, RequestFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.input_processor import InputProcessor
-from argosy_engine.frontend.output_collector import OutputCollector
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.frontend.input_processor import InputProcessor, to_sampling_params
+from argosy_engine.frontend.output_processor import GenerationOutput, OutputCollector
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
-from argosy_engine.frontend.request_params import to_sampling_params
 from argosy_engine.frontend.tokenizer import Encoded
-from argosy_engine.messages.core_messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from argosy_engine.params import SamplingParams
 from argosy_engine.parsers.parser_registry import choose_parsers
-from argosy_engine.request_defaults import sampling_defaults
-from argosy_engine.resolved_config import ParserConfig
+from argosy_engine.resolved_config import ParserConfig, sampling_defaults
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.core.proc.output_router import STATS_INTERVAL_S, OutputRouter
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
     ChunkEnd,
     EngineCoreOutput,
     EngineCoreOutputs,

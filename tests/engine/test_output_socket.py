@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from argosy_engine.core.proc.output_socket import OutputSocket
+from argosy_engine.core.proc.async_core_client import OutputSocket
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from argosy_engine.parsers.chat_parser import ChatParser
-from argosy_engine.parsers.parameter_types import ParameterTypes
 from argosy_engine.parsers.parser_registry import TOOL_PARSERS
+from argosy_engine.parsers.tool_parsers.xml_tool_parsers import ParameterTypes
 from argosy_engine.structured.structural_tag import tool_call_tag
 
 

@@ -10,21 +10,20 @@ import pytest
 
 from argosy_engine import LLM
 from argosy_engine.api import doctor, serve
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.parsers.chat_parser import ChatParser
-from argosy_engine.parsers.harmony_parser import HarmonyParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser, OpenAIToolParser
 from argosy_engine.parsers.parser_registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     choose_parsers,
     load_tool_parser_plugin,
 )
-from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 
 CALLS = "{% for message in messages %}{% for call in message.tool_calls or [] %}%s{% endfor %}{% endfor %}"
@@ -206,7 +205,7 @@ def test_a_plugin_registers_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plugin = tmp_path / "shout.py"
     plugin.write_text(
         "from argosy_engine.parsers.parser_registry import register_tool_parser\n"
-        "from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser\n"
+        "from argosy_engine.parsers.tool_parsers.json_tool_parsers import HermesToolParser\n"
         '@register_tool_parser("shout")\n'
         "class ShoutToolParser(HermesToolParser):\n    pass\n"
     )
@@ -231,7 +230,7 @@ def test_a_plugin_that_registers_nothing_is_refused(code: str, reason: str, tmp_
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
         "from argosy_engine.parsers.parser_registry import register_tool_parser\n"
-        f"from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser\n{code}\n"
+        f"from argosy_engine.parsers.tool_parsers.json_tool_parsers import HermesToolParser\n{code}\n"
     )
     with pytest.raises(ConfigError, match=f"^--tool-parser-plugin .*{reason}.*; give a Python file"):
         load_tool_parser_plugin(str(plugin))

@@ -11,8 +11,8 @@ import pytest
 
 from argosy_engine import StructuredOutputsParams
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.pattern_syntax import check_syntax
-from argosy_engine.structured.xgrammar_import import import_xgrammar
+from argosy_engine.structured.grammar_checks import check_syntax
+from argosy_engine.structured.xgrammar_backend import import_xgrammar
 
 REFUSED = [
     ("^(?=.*[0-9])[a-z0-9]{3,6}$", "lookahead"),

@@ -18,9 +18,9 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.api.doctor import main as doctor
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.frontend.outputs import RequestOutput
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.model_configs.stage import Stage
+from argosy_engine.frontend.output_processor import RequestOutput
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.model_configs.sharding import Stage
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from engine_processes import worker_path
 from gemma4_shapes import EXPERTS as GEMMA4_EXPERTS

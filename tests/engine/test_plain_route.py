@@ -9,8 +9,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.responses import JSONResponse, StreamingResponse
 
-from argosy_engine.api.error_handlers import handle_errors
-from argosy_engine.api.plain_route import PlainApp
+from argosy_engine.api.app import PlainApp, handle_errors
 from argosy_protocol.errors import NotFound
 
 

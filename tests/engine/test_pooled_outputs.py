@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import msgspec
 
-from argosy_engine.api.openai.pooled_outputs import written
-from argosy_protocol.embeddings import Embedding
+from argosy_engine.api.endpoints.pooling import written
+from argosy_protocol.pooling import Embedding
 
 
 async def test_many_vectors_are_written_while_others_have_turns() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.frontend.pooled_prompts import render_inputs, render_pairs, render_texts
-from argosy_protocol.embeddings import EmbeddingRequest
-from argosy_protocol.scoring import ScoreRequest
+from argosy_engine.frontend.pooling import render_inputs, render_pairs, render_texts
+from argosy_protocol.pooling import EmbeddingRequest, ScoreRequest
 
 TINY = Path(__file__).parents[2] / "models" / "argosy-tiny"
 START, BETWEEN, END = 11, 12, 13

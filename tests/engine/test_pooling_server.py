@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from argosy_engine import LLM
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params import PoolingParams
 from case_tables import wrong_answers
 from processes import Server, free_port, running
 from random_checkpoints import KINDS, Kind, make_checkpoint

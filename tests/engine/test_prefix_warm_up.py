@@ -12,22 +12,31 @@ import httpx
 import msgspec
 import pytest
 
-from argosy_engine.api.observability.prefix_hits import MIN_TOKENS, RECENT_S, PrefixHits
-from argosy_engine.api.prefix_warm_up import http_prefixes, report_source, warm_up
+from argosy_engine.api.observability.hot_prefixes import (
+    MIN_TOKENS,
+    RECENT_S,
+    PrefixHits,
+    http_prefixes,
+    warm_up,
+)
+from argosy_engine.api.serve import report_source
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_protocol.hot_prefixes import (
+from argosy_engine.messages import ChunkEnd, EngineCoreRequest
+from argosy_engine.params import SamplingParams
+from argosy_protocol.telemetry import (
     HOT_PREFIXES_PATH,
     MAX_PREFIXES,
     MAX_TOKENS,
     MAX_WARM_UP_TOKENS,
     HotPrefix,
     HotPrefixReport,
+    pack_u32,
+    pack_u64,
+    unpack_u32,
+    unpack_u64,
 )
-from argosy_protocol.telemetry import pack_u32, pack_u64, unpack_u32, unpack_u64
 from processes import free_port, running
 from served_engine import SERVE_TINY
 

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from argosy_engine.distributed.parallel_config import ParallelConfig
-from argosy_engine.distributed.process_name import core_name, is_first, worker_name
+from argosy_engine.distributed.parallel_config import ParallelConfig, core_name, is_first, worker_name
 
 NAMED = (
-    "import sys; from argosy_engine.distributed.process_name import *; "
+    "import sys; from argosy_engine.distributed.parallel_config import *; "
     "from argosy_engine.distributed.parallel_config import ParallelConfig; "
     "name_process(sys.argv[1]); print(open('/proc/self/comm').read().strip()); "
     "print(worker_name(ParallelConfig(tensor=2, pipeline=2, data=2), 2))"

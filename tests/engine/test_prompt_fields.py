@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest, PromptTooLong
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.resolved_config import RequestDefaults
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 
 TINY = resolve_model("builtin://tiny")

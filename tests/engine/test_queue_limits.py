@@ -8,19 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from argosy_engine.api.openai.openai_serving import to_api_error
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.api.endpoints.exchange import to_api_error
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import EngineBusy, InvalidRequest
+from argosy_engine.frontend.admission import MAX_RETRY_S, QueueLimits
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.observer import Observer
-from argosy_engine.frontend.queue_limits import MAX_RETRY_S, QueueLimits
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.request_defaults import RequestDefaults
-from argosy_engine.resolved_config import ParserConfig, TokenizerConfig
+from argosy_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.params import SamplingParams
+from argosy_engine.resolved_config import ParserConfig, RequestDefaults, TokenizerConfig
 
 
 class Clock:

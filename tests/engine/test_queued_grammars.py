@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.core.request_watchdog import Watchdog
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.structured.compile_queue import CompileQueue
+from argosy_engine.core.engine_core import EngineCore, Watchdog
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.params import SamplingParams
+from argosy_engine.structured.compile_queue import MAX_RESUMED, CompileQueue, QueuedGrammars
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
-from argosy_engine.structured.queued_grammars import MAX_RESUMED, QueuedGrammars
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from fake_executor import BLOCK, FakeExecutor
 

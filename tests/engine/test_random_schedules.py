@@ -20,10 +20,10 @@ from msgspec import Struct
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import complete_config
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.sizing.kv_cache_sizing import planned_groups, request_blocks
 from gemma4_shapes import SHARED

@@ -18,18 +18,11 @@ from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsPara
 from argosy_engine.core.proc.core_client import InprocClient, SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.executor.factory import make_executor
-from argosy_engine.executor.ray_cluster import RayCluster
-from argosy_engine.executor.ray_executor import RayExecutor, take_answers
-from argosy_engine.executor.ray_placement import (
-    WorkerPlace,
-    order_ranks,
-    spanning_groups,
-    threads_per_worker,
-)
-from argosy_engine.frontend.outputs import RequestOutput
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.sizing import rank_resources
+from argosy_engine.executor.ray_executor import RayCluster, RayExecutor, take_answers
+from argosy_engine.executor.ray_worker import WorkerPlace, order_ranks, spanning_groups, threads_per_worker
+from argosy_engine.frontend.output_processor import RequestOutput
+from argosy_engine.messages import CollectiveRpc, SchedulerOutput
+from argosy_engine.sizing import resources
 from engine_processes import worker_path
 from listening import listening_addresses
 from processes import children, descendants, held_files, is_alive, wait_until
@@ -447,10 +440,10 @@ def test_workers_on_one_machine_share_its_cores() -> None:
 
 
 def test_the_gpus_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_resources, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(resources, "visible_gpus", lambda: ["0"])
     args = EngineArgs.of(**{**RAY, "device": "cuda"}, model="builtin://tiny", tensor_parallel_size=2)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="needs 2 GPUs, one for each worker, and 1 are visible"):
-        rank_resources.check_gpus(args)
+        resources.check_gpus(args)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert rank_resources.check_gpus(args) == []
+    assert resources.check_gpus(args) == []

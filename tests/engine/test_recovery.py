@@ -13,9 +13,8 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.core.request import Request
 from argosy_engine.core.state_dump import describe
 from argosy_engine.errors import EngineDead
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerOutput
+from argosy_engine.params import SamplingParams
 from fake_executor import BLOCK, FakeExecutor
 from fake_worker import continuation
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from argosy_engine.api.openai.chat import chat, chat_stream
-from argosy_engine.api.openai.completions import completion, completion_stream
-from argosy_engine.api.openai.openai_serving import OpenAIServing, to_api_error
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.api.endpoints.chat import chat, chat_stream
+from argosy_engine.api.endpoints.completions import completion, completion_stream
+from argosy_engine.api.endpoints.exchange import to_api_error
+from argosy_engine.api.served_engine import OpenAIServing
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import EngineBusy, PromptTooLong, ResourceBusy
-from argosy_engine.frontend import render_pool
-from argosy_engine.frontend.control_tokens import ControlTokens
-from argosy_engine.frontend.output_processor import request_error
-from argosy_engine.frontend.render_pool import (
+from argosy_engine.frontend import admission
+from argosy_engine.frontend.admission import (
     LONG_THREADS,
     MAX_LONG_JOBS,
     MAX_MEDIUM_BYTES,
@@ -27,10 +26,12 @@ from argosy_engine.frontend.render_pool import (
     RenderPool,
     stop_if_abandoned,
 )
+from argosy_engine.frontend.output_processor import request_error
+from argosy_engine.frontend.prompts import ControlTokens
 from argosy_engine.frontend.renderer import MIN_INPUT_BYTES, Renderer
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
-from argosy_engine.messages.core_messages import EngineCoreOutput, ErrorKind
-from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.messages import EngineCoreOutput, ErrorKind
+from argosy_engine.resolved_config import RequestDefaults
 from argosy_protocol.headers import RESOURCE_BUSY
 from argosy_protocol.openai import decode_request
 
@@ -96,8 +97,8 @@ async def test_long_prompts_hold_up_neither_medium_nor_short_ones(pool: RenderPo
 async def test_a_full_size_class_refuses(
     pool: RenderPool, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(render_pool, "MAX_MEDIUM_JOBS", 3)
-    monkeypatch.setattr(render_pool, "MAX_LONG_JOBS", 3)
+    monkeypatch.setattr(admission, "MAX_MEDIUM_JOBS", 3)
+    monkeypatch.setattr(admission, "MAX_LONG_JOBS", 3)
     pool = RenderPool()
     job = Job()
     waiting = [asyncio.create_task(pool.run(size, job, "x")) for _ in range(3)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from argosy_engine.api.http.request_body import read_body
+from argosy_engine.api.http.http_responses import read_body
 
 
 def request_with(*messages: dict[str, Any]) -> Request:

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from argosy_engine.api.http.request_limits import RequestLimits
+from argosy_engine.api.http.asgi_layers import RequestLimits
 
 
 async def _accept(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.request_params import MAX_ALLOWED_IDS_OF_A_CALL, to_sampling_params
-from argosy_engine.frontend.structured_output_request import MAX_GRAMMAR_TEXT_OF_A_CALL
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.request_defaults import SamplingDefaults
+from argosy_engine.frontend.input_processor import (
+    MAX_ALLOWED_IDS_OF_A_CALL,
+    MAX_GRAMMAR_TEXT_OF_A_CALL,
+    to_sampling_params,
+)
+from argosy_engine.params import SamplingParams
+from argosy_engine.resolved_config import SamplingDefaults
 from argosy_engine.structured import structured_outputs_params
 from argosy_engine.structured.structural_tag import tool_call_tag
 from argosy_protocol.openai import CompletionRequest, decode_request

@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from argosy_engine.api.observability.request_records import RequestRecords, line_of
 from argosy_engine.api.observability.request_spans import RequestSpans
 from argosy_engine.api.serve import parse_args
-from argosy_engine.frontend.observer import RequestTimings
-from argosy_engine.frontend.request_record import RequestRecord, current_record
+from argosy_engine.frontend.observer import RequestRecord, RequestTimings, current_record
 from processes import Server, free_port, running, wait_until
 from served_engine import FOREVER, SECRET, SERVE_TINY
 from span_collector import Collector, values_of

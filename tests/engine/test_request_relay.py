@@ -15,17 +15,23 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
+from argosy_engine.api.api_process import (
+    Call,
+    CallChannel,
+    Drain,
+    GetMetrics,
+    Ping,
+    ProcessStandsStill,
+    Sleep,
+    answer_calls,
+)
 from argosy_engine.api.app import build_app
-from argosy_engine.api.http.request_limits import MAX_BODY_BYTES, RequestLimits
+from argosy_engine.api.http.asgi_layers import MAX_BODY_BYTES, RequestLimits
 from argosy_engine.api.observability.request_records import RequestRecords
-from argosy_engine.api.processes.call_channel import CallChannel, ProcessStandsStill, answer_calls
-from argosy_engine.api.processes.frames import open_stream
-from argosy_engine.api.processes.process_messages import Call, Drain, GetMetrics, Ping, Sleep
-from argosy_engine.api.processes.relay_server import RelayServer
-from argosy_engine.api.processes.request_relay import RequestRelay, is_own
+from argosy_engine.api.request_relay import RelayServer, RequestRelay, is_own, open_stream
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.errors import EngineDead, UtilityFailed
-from argosy_engine.frontend.request_record import current_record
+from argosy_engine.frontend.observer import current_record
 from argosy_protocol.headers import RESOLVED
 
 STATEFUL = ("/v1/responses", "/health", "/ping", "/sleep", "/wake_up", "/reset_prefix_cache")

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.engine_core import EngineCore
+from argosy_engine.core.engine_core import CHECK_INTERVAL_S, EngineCore, Watchdog
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.request_watchdog import CHECK_INTERVAL_S, Watchdog
-from argosy_engine.messages.core_messages import EngineCoreRequest, ErrorKind, FinishReason
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest, ErrorKind, FinishReason
+from argosy_engine.params import SamplingParams
 from fake_executor import BLOCK, FakeExecutor
 
 TIMEOUT_S = 60.0

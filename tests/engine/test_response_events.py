@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_engine.api.openai.chat_format import ChatFormat
-from argosy_engine.api.responses.response_events import ResponseEvents
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.frontend.outputs import GenerationOutput
+from argosy_engine.api.endpoints.chat import ChatFormat
+from argosy_engine.api.endpoints.response_events import ResponseEvents
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer
-from argosy_engine.request_defaults import RequestDefaults
+from argosy_engine.resolved_config import RequestDefaults
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_protocol.errors import InternalError, TooManyRequests
-from argosy_protocol.response_object import ResponseObject, begun_response
-from argosy_protocol.responses import ResponsesRequest, decode_responses_request
+from argosy_protocol.responses import (
+    ResponseObject,
+    ResponsesRequest,
+    begun_response,
+    decode_responses_request,
+)
 from argosy_protocol.responses_chat import translated_response
 from response_stream import final_response, parsed_events
 

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from argosy_engine.api.responses.response_store import InMemoryResponseStore, StoreLimits
+from argosy_engine.api.endpoints.responses import ResponseStore, StoreLimits
 from argosy_protocol.errors import PayloadTooLarge
 from argosy_protocol.response_history import StoredResponse
 
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def kept(store: InMemoryResponseStore, owner: str, names: str) -> str:
+def kept(store: ResponseStore, owner: str, names: str) -> str:
     """Those of some one-letter ids that an owner finds."""
 
     async def found() -> str:
@@ -32,7 +32,7 @@ def kept(store: InMemoryResponseStore, owner: str, names: str) -> str:
     return asyncio.run(found())
 
 
-def put(store: InMemoryResponseStore, owner: str, names: str, size: int = 10) -> None:
+def put(store: ResponseStore, owner: str, names: str, size: int = 10) -> None:
     async def work() -> None:
         for name in names:
             await store.put(owner, name, record(size))
@@ -41,7 +41,7 @@ def put(store: InMemoryResponseStore, owner: str, names: str, size: int = 10) ->
 
 
 def test_only_the_owner_finds_a_response() -> None:
-    store = InMemoryResponseStore()
+    store = ResponseStore()
     put(store, "one", "a")
     assert (kept(store, "one", "a"), kept(store, "two", "a")) == ("a", "")
     assert asyncio.run(store.delete("two", "a")) is False
@@ -52,7 +52,7 @@ def test_only_the_owner_finds_a_response() -> None:
 
 def test_responses_expire() -> None:
     clock = Clock()
-    store = InMemoryResponseStore(StoreLimits(ttl_s=10.0), now=clock)
+    store = ResponseStore(StoreLimits(ttl_s=10.0), now=clock)
     put(store, "one", "a")
     clock.now = 9.0
     put(store, "one", "b")
@@ -63,14 +63,14 @@ def test_responses_expire() -> None:
 
 
 def test_a_record_takes_the_place_of_an_earlier_one() -> None:
-    store = InMemoryResponseStore()
+    store = ResponseStore()
     put(store, "one", "aa", size=30)
     put(store, "one", "a", size=20)
     assert (len(store), store.num_bytes) == (1, 20)
 
 
 def test_the_oldest_responses_of_an_owner_go() -> None:
-    store = InMemoryResponseStore(StoreLimits(max_records_of_owner=2, max_bytes_of_owner=100))
+    store = ResponseStore(StoreLimits(max_records_of_owner=2, max_bytes_of_owner=100))
     put(store, "two", "z")
     put(store, "one", "abc")
     assert (kept(store, "one", "abc"), kept(store, "two", "z")) == ("bc", "z")
@@ -79,18 +79,18 @@ def test_the_oldest_responses_of_an_owner_go() -> None:
 
 
 def test_the_oldest_responses_of_all_go() -> None:
-    store = InMemoryResponseStore(StoreLimits(max_records=3))
+    store = ResponseStore(StoreLimits(max_records=3))
     put(store, "one", "ab")
     put(store, "two", "cd")
     assert (kept(store, "one", "ab"), kept(store, "two", "cd")) == ("b", "cd")
-    store = InMemoryResponseStore(StoreLimits(max_bytes=25))
+    store = ResponseStore(StoreLimits(max_bytes=25))
     put(store, "one", "a")
     put(store, "two", "bc")
     assert (kept(store, "one", "a"), kept(store, "two", "bc")) == ("", "bc")
 
 
 def test_a_record_that_is_too_large_is_refused() -> None:
-    store = InMemoryResponseStore(StoreLimits(max_bytes_of_owner=9))
+    store = ResponseStore(StoreLimits(max_bytes_of_owner=9))
     with pytest.raises(PayloadTooLarge, match="store: false"):
         put(store, "one", "a", size=10)
     with pytest.raises(PayloadTooLarge):

@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.layers.embedding import inverse_frequencies
 from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.models.config_file import check_config
 

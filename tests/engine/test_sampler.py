@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy_engine.sample.noise import uniform
-from argosy_engine.sample.topk_topp_sampler import SamplingBatch, sample
+from argosy_engine.sample.torch_sampler import SamplingBatch, sample, uniform
 
 
 def batch(

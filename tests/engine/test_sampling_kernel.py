@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from argosy_engine.native import build
 from argosy_engine.native.library import Kernels
-from argosy_engine.sample import topk_topp_sampler
-from argosy_engine.sample.noise import uniform
-from argosy_engine.sample.topk_topp_sampler import SamplingBatch
+from argosy_engine.sample import torch_sampler
+from argosy_engine.sample.torch_sampler import SamplingBatch, uniform
 
 HERE = [variant for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
 pytestmark = pytest.mark.skipif(not HERE, reason="no variant of the kernels for this CPU")
@@ -38,16 +37,16 @@ def by_torch(
     logits: torch.Tensor, batch: SamplingBatch, monkeypatch: pytest.MonkeyPatch
 ) -> NDArray[np.int64]:
     with monkeypatch.context() as patch:
-        patch.setattr(topk_topp_sampler, "kernels", lambda: None)
-        return topk_topp_sampler.sample(logits, batch).numpy()
+        patch.setattr(torch_sampler, "kernels", lambda: None)
+        return torch_sampler.sample(logits, batch).numpy()
 
 
 def by_kernel(
     kernels: Kernels, logits: torch.Tensor, batch: SamplingBatch, monkeypatch: pytest.MonkeyPatch
 ) -> NDArray[np.int64]:
     with monkeypatch.context() as patch:
-        patch.setattr(topk_topp_sampler, "kernels", lambda: kernels)
-        return topk_topp_sampler.sample(logits, batch).numpy()
+        patch.setattr(torch_sampler, "kernels", lambda: kernels)
+        return torch_sampler.sample(logits, batch).numpy()
 
 
 def make_batch(rng: np.random.Generator, count: int, vocab_size: int) -> SamplingBatch:
@@ -193,7 +192,7 @@ def test_every_uniform_number_gives_a_possible_token(
         positions=off,
     )
     for u, expected in ((0.0, 40), (0.5 - 2**-53, 40), (0.5, 60), (1 - 2**-53, 60)):
-        monkeypatch.setattr(topk_topp_sampler, "uniform", lambda seeds, _, u=u: np.full(len(seeds), u))
+        monkeypatch.setattr(torch_sampler, "uniform", lambda seeds, _, u=u: np.full(len(seeds), u))
         assert by_kernel(kernels, logits, batch, monkeypatch).tolist() == [expected] * 3
         assert by_torch(logits, batch, monkeypatch).tolist() == [expected] * 3
 

@@ -15,13 +15,18 @@ from argosy_engine.attention.kv_cache_spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.sched.scheduler import MAX_PREEMPTIONS_FOR_SLOTS, Scheduler
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import MAX_PREEMPTIONS_FOR_SLOTS, Scheduler
+from argosy_engine.messages import (
+    ChunkEnd,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from argosy_engine.params import SamplingParams
 from fake_worker import FakeWorker, next_token
 
 BLOCK = 4
@@ -309,7 +314,7 @@ def test_a_request_that_lost_its_slot_often_keeps_it_until_it_ends() -> None:
 
 
 def test_sequences_of_one_call_take_slots_one_step_at_a_time_and_give_none_back_to_the_less_urgent() -> None:
-    """The shares of calls (`CallQueue`) are counted within a priority and below it only."""
+    """The shares of calls (`WaitingQueue`) are counted within a priority and below it only."""
     scheduler = make(policy="priority", max_num_seqs=4, max_num_batched_tokens=64)
     for name in "abcd":
         scheduler.add(request(name, [1] * 3, priority=5, max_tokens=9))

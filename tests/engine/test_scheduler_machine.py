@@ -17,14 +17,18 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.core.kv_cache import state_blocks
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core import kv_cache_manager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from argosy_engine.params import SamplingParams
 from fake_worker import FakeWorker, next_token
 
 BLOCK = 4
@@ -51,7 +55,7 @@ TEXTS = ([1, 2, 3] * 10, [1, 2, 4, 3] * 7)
 @pytest.fixture(autouse=True, scope="module")
 def short_checkpoints() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_blocks, "MIN_CHECKPOINT_TOKENS", BLOCK)
+        patch.setattr(kv_cache_manager, "MIN_CHECKPOINT_TOKENS", BLOCK)
         yield
 
 

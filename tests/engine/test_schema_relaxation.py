@@ -11,12 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from xgrammar import GrammarMatcher
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.structured.structural_tag import tool_call_tag
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from argosy_engine.structured.vocabulary import Vocabulary
-from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+from argosy_engine.structured.xgrammar_backend import Vocabulary, XGrammarBackend
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,8 @@ import pytest
 import uvicorn
 import uvloop
 
-from argosy_engine.api.http.connection_limit import MAX_TURNED_AWAY, protocol_of
-from argosy_engine.api.http.http_protocol import HttpLimits
-from argosy_engine.api.http.http_server import HttpServer
-from argosy_engine.api.http.tls import CertificateFiles, ServerCertificate
+from argosy_engine.api.http.http_protocol import MAX_TURNED_AWAY, HttpLimits, protocol_of
+from argosy_engine.api.http.http_server import CertificateFiles, HttpServer, ServerCertificate
 from argosy_engine.errors import ConfigError
 from loopback_certificate import issue_certificate
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from argosy_engine.api.endpoints.exchange import apply_flags
 from argosy_engine.api.server_args import ServerArgs
-from argosy_engine.api.server_defaults import apply_flags
 from argosy_protocol.openai import CompletionRequest
 from loopback_certificate import issue_certificate
 from processes import Server, free_port, running, wait_until

@@ -11,15 +11,14 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from argosy_engine.api.app import build_app
-from argosy_engine.api.openapi_routes import documented_routes
+from argosy_engine.api.app import build_app, documented_routes
 from argosy_engine.api.served_engine import Engine
 from argosy_engine.api.server_args import ServerArgs
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_protocol.api_descriptions import openapi_document
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import decode_request, unsupported
-from argosy_protocol.openapi_document import openapi_document
 from documented_routes import documented_operations, operations
 
 TINY = resolve_model("builtin://tiny")

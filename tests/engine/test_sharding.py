@@ -16,7 +16,7 @@ from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import UnquantizedLinearMethod
+from argosy_engine.layers.linear_method import LinearMethod
 from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
@@ -152,14 +152,14 @@ def test_stacked_experts_are_parts_of_the_whole(sharding: Sharding) -> None:
     """As kernels for GPUs hold them."""
     weights = DummyWeights(torch.float32, CPU, 0)
     spec = ExpertsSpec("e.", RoutingSpec(num_experts=6, experts_per_token=2), hidden=8, inner=4)
-    whole = UnquantizedLinearMethod().load_experts(weights, spec)
+    whole = LinearMethod().load_experts(weights, spec)
     if sharding.has_whole_experts:
         expected = (whole.gate_up[3:], whole.down[3:])
         part = replace(spec, held=sharding.experts(6))
     else:
         expected = (whole.gate_up[:, [2, 3, 6, 7]], whole.down[:, :, 2:])
         part = replace(spec, features=sharding.part(4))
-    found = UnquantizedLinearMethod().load_experts(weights, part)
+    found = LinearMethod().load_experts(weights, part)
     assert torch.equal(found.gate_up, expected[0])
     assert torch.equal(found.down, expected[1])
 

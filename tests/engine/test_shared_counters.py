@@ -10,10 +10,10 @@ import pytest
 
 from argosy_engine.core.proc.rank_balancer import RankBalancer
 from argosy_engine.errors import EngineBusy, InvalidRequest
-from argosy_engine.frontend.queue_limits import QueueLimits
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.osproc.shared_counters import SharedCounters, make_shared_memory
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.frontend.admission import QueueLimits
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.osproc import SharedCounters, make_shared_memory
+from argosy_engine.params import SamplingParams
 
 
 def rows(num_processes: int, num_columns: int) -> list[SharedCounters]:
@@ -37,7 +37,7 @@ def test_a_process_reads_the_sum_of_the_others() -> None:
 def test_a_child_process_writes_into_the_same_memory() -> None:
     memory = make_shared_memory(2, 1)
     program = (
-        "import sys; from argosy_engine.osproc.shared_counters import SharedCounters\n"
+        "import sys; from argosy_engine.osproc import SharedCounters\n"
         "SharedCounters(int(sys.argv[1]), 2, 1, 1).set(0, 1 << 40)"
     )
     counters = SharedCounters(memory, 2, 0, 1)

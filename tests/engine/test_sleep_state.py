@@ -8,8 +8,8 @@ import pytest
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
-from argosy_engine.messages.core_messages import EngineCoreRequest, UtilityCall
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest, UtilityCall
+from argosy_engine.params import SamplingParams
 from argosy_engine.structured.manager import GrammarRequest
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from fake_executor import BLOCK, FakeExecutor

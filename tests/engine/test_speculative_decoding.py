@@ -11,9 +11,7 @@ import pytest
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.executor.abstract import PendingOutput
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
+from argosy_engine.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from argosy_engine.worker import worker as worker_module
 from checked_copies import CheckedRuntime
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy_engine.checkpoint.staged_reader import Piece, StagedReader
+from argosy_engine.checkpoint.streamed_weights import Piece, StagedReader
 
 
 def readers() -> list[threading.Thread]:

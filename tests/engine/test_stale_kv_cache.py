@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from argosy_engine.attention.backend import Attention
 from argosy_engine.attention.cpu_attn import CpuBackend
-from argosy_engine.attention.layer import Attention
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest
 from argosy_engine.native import build, library
 from argosy_engine.native.library import Kernels
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from attention_cases import Case, Shape, Span, make_case, random_case
 from random_checkpoints import KINDS, make_checkpoint
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
-from argosy_engine.core.kv_cache import state_blocks
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core import kv_cache_manager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import ChunkEnd, EngineCoreRequest
+from argosy_engine.params import SamplingParams
 
 BLOCK = 4
 FULL, STATE = FullAttentionSpec(100), RecurrentStateSpec(100)
@@ -22,7 +22,7 @@ FULL, STATE = FullAttentionSpec(100), RecurrentStateSpec(100)
 @pytest.fixture(autouse=True, scope="module")
 def short_checkpoints() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_blocks, "MIN_CHECKPOINT_TOKENS", 8)
+        patch.setattr(kv_cache_manager, "MIN_CHECKPOINT_TOKENS", 8)
         yield
 
 

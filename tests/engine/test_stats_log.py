@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_engine.api.observability.stats_log import INTERVAL_S, StatsLog
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from argosy_engine.api.observability.telemetry import INTERVAL_S, StatsLog
+from argosy_engine.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 
 def test_the_stats_line_appears_with_traffic_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.core import engine_core
+from argosy_engine.core import engine_core, steps
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.core.sched import step_timing
-from argosy_engine.core.sched.step_timing import StepTiming
+from argosy_engine.core.steps import StepTiming
 from argosy_engine.executor.abstract import Executor, PendingOutput
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.messages import ModelRunnerOutput, SchedulerOutput
 
 
 def step(*tokens: int) -> SchedulerOutput:
@@ -107,7 +105,7 @@ class TimedOutput:
 @pytest.mark.parametrize("flags", [{}, {"async_scheduling": True}, {"distributed_executor_backend": "mp"}])
 def test_an_engine_tells_the_time_it_takes(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step as it is told without smoothing. All of the time is steps, and none counts twice."""
-    monkeypatch.setattr(step_timing, "KEPT", 0.0)
+    monkeypatch.setattr(steps, "KEPT", 0.0)
     told, ended = list[float](), StepTiming.ended
 
     def noted(timing: StepTiming, step: SchedulerOutput, launched_s: float, ended_s: float) -> None:

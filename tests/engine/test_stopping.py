@@ -10,14 +10,12 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
-from argosy_engine.core.repetition_detector import RepetitionDetector
-from argosy_engine.core.request import Request
-from argosy_engine.core.sched.scheduler import Scheduler
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.request import RepetitionDetector, Request
+from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.params.sampling_params import RepetitionDetectionParams, SamplingParams
+from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, ModelRunnerOutput
+from argosy_engine.params import RepetitionDetectionParams, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 
 EOS = 0

@@ -14,9 +14,8 @@ from argosy_engine.checkpoint import streamed_weights
 from argosy_engine.checkpoint.streamed_weights import NUM_BUFFERS, StreamedWeights
 from argosy_engine.checkpoint.weights import SafetensorsWeights, WeightPlan
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.fp8_linear import Fp8LinearMethod
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import LinearMethod
+from argosy_engine.layers.linear_method import Fp8LinearMethod, LinearMethod
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config

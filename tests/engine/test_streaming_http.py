@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from argosy_engine.benchmarks.endpoint_request import RequestFuncOutput, RequestTemplate, send_request
+from argosy_engine.benchmarks.load_generator import RequestFuncOutput, RequestTemplate, send_request
 from argosy_engine.benchmarks.prompt_datasets import SampleRequest
 from argosy_engine.benchmarks.streaming_http import HttpFailure, NoConnection, StreamingHttp
 from mock_openai import Document, Events, MockOpenAI, Question, event

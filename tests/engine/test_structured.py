@@ -15,17 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.grammar_size import MAX_PATTERN_SIZE, expanded_size
-from argosy_engine.structured.grammar_state import GrammarPhase, GrammarState
+from argosy_engine.structured.grammar_checks import MAX_PATTERN_SIZE, least_json_size, pattern_size
+from argosy_engine.structured.grammar_state import GrammarPhase, GrammarState, Reasoning, reasoning_after
 from argosy_engine.structured.json_schema import MAX_DEPTH, normalized_schema
-from argosy_engine.structured.json_size import least_json_size
-from argosy_engine.structured.reasoning import Reasoning, reasoning_after
 from argosy_engine.structured.structural_tag import normalized_tag, tool_call_tag
 from argosy_engine.structured.structured_outputs_params import GrammarSpec, StructuredOutputsParams
-from argosy_engine.structured.vocabulary import Vocabulary
-from argosy_engine.structured.xgrammar_backend import XGrammarBackend
+from argosy_engine.structured.xgrammar_backend import Vocabulary, XGrammarBackend
 from cpu_times import least_ratio
 
 EOS = 2
@@ -352,11 +349,11 @@ def test_tools_that_are_too_large_together_are_refused_before_they_are_looked_at
     ],
 )  # fmt: skip
 def test_pattern_size_counts_repetitions_written_out(pattern: str, size: int) -> None:
-    assert expanded_size(pattern) == size
+    assert pattern_size(pattern).written_out == size
 
 
 def test_pattern_size_is_linear_in_the_pattern() -> None:
-    assert expanded_size("(" * 5000 + "a" + "){9}" * 5000) > MAX_PATTERN_SIZE
+    assert pattern_size("(" * 5000 + "a" + "){9}" * 5000).written_out > MAX_PATTERN_SIZE
 
 
 def test_tool_calls_become_tags_for_the_tools_asked_for() -> None:

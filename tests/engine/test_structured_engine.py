@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
-from argosy_engine.api.openai.openai_serving import to_api_error
+from argosy_engine.api.endpoints.exchange import to_api_error
 from argosy_engine.frontend.llm import CompletionOutput, RequestOutput
 from argosy_engine.frontend.output_processor import request_error
 from preemptions import PreemptionCounter
@@ -176,7 +176,7 @@ def test_choices_of_one_prompt_differ_and_all_match(llm: LLM) -> None:
 
 def test_neighbours_are_not_touched(llm: LLM) -> None:
     """In one batch with structured requests, unconstrained ones give the very tokens they give alone."""
-    from argosy_engine.messages.core_messages import EngineCoreRequest
+    from argosy_engine.messages import EngineCoreRequest
 
     free = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     bound = free.replace(structured_outputs=StructuredOutputsParams(json=SCHEMAS["person"]))

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_engine.api.observability import telemetry
 from argosy_engine.api.observability.telemetry import TelemetryHub
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreOutputs, ResidencyDelta, SchedulerStats
+from argosy_engine.messages import ChunkEnd, EngineCoreOutputs, ResidencyDelta, SchedulerStats
 from argosy_protocol.telemetry import MAX_FRAME_BYTES, Frame, FrameReader, Hello, Load, Removed, unpack_u64
 from telemetry_hubs import make_hub
 

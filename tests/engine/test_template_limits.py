@@ -7,8 +7,8 @@ import time
 import pytest
 
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.frontend.bounded_template import TemplateLimits
 from argosy_engine.frontend.chat_template import ChatTemplate
+from argosy_engine.frontend.template_sandbox import TemplateLimits
 from chat_requests import chat
 
 SHORT = TemplateLimits(cpu_s=0.2, chars=100_000)

@@ -1,30 +1,49 @@
-"""The tenant queue: tenants take turns, so one that queues much delays only itself."""
+"""The waiting queue: tenants take turns, so one that queues much delays only itself."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request
-from argosy_engine.core.sched.request_queue import RequestQueue
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.core.sched.tenant_queue import MAX_IDLE_COUNTERS, TenantQueue
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.waiting_queue import MAX_IDLE_COUNTERS, LazyHeap, WaitingQueue
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from fake_worker import FakeWorker
 
 BLOCK, BUDGET = 4, 32
+
+
+class Name(str):
+    """A string with weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_a_heap_does_not_keep_what_was_removed() -> None:
+    """Entries stay in it until they come first, and what waits may be large."""
+    heap = LazyHeap[str]()
+    first, second = Name("a"), Name("b")
+    heap.set(first, (1,))
+    heap.set(second, (2,))
+    removed = weakref.ref(second)
+    heap.remove(second)
+    del second
+    assert removed() is None
+    assert heap.first() is first
 
 
 class Waiting:
     """A queue, and requests that are admitted one after the other."""
 
     def __init__(self) -> None:
-        self.queue = TenantQueue()
+        self.queue = WaitingQueue(8)
         self._count = 0
 
     def new(self, tenant: str, num_tokens: int = 10, priority: int = 0) -> Request:
@@ -51,14 +70,14 @@ class Waiting:
 
 
 def test_removals_from_the_middle_leave_few_entries_behind() -> None:
-    waiting, queue = Waiting(), RequestQueue()
+    waiting, queue = Waiting(), LazyHeap[Request]()
     requests = [waiting.push("a") for _ in range(5000)]
     for request in requests:
-        queue.push(request)
+        queue.set(request, request.queue_key)
     for request in requests[:4990]:
         queue.remove(request)
     assert queue.num_entries < 100
-    assert queue.peek() is requests[4990]
+    assert queue.first() is requests[4990]
 
 
 def test_one_tenant_is_served_in_the_order_of_arrival() -> None:

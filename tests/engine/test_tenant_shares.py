@@ -7,18 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from argosy_engine.api.openai.embeddings import embed
-from argosy_engine.api.openai.openai_serving import OpenAIServing
+from argosy_engine.api.endpoints.pooling import embed
+from argosy_engine.api.served_engine import OpenAIServing
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.frontend.async_llm import AsyncLLM
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
 from argosy_engine.structured.compile_queue import MAX_QUEUED_PER_KEY, CompileQueue
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-from argosy_protocol.embeddings import EmbeddingRequest
 from argosy_protocol.openai import CompletionRequest
+from argosy_protocol.pooling import EmbeddingRequest
 from fake_executor import BLOCK, FakeExecutor
 
 

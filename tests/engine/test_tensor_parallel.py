@@ -18,12 +18,11 @@ from argosy_engine import LLM, EngineArgs, SamplingParams, StructuredOutputsPara
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention.selector import BackendChoice
 from argosy_engine.core.proc.core_client import SyncMPClient
-from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.distributed.parallel_config import ParallelConfig
-from argosy_engine.distributed.parallel_state import ParallelState
+from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator, ParallelState
 from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
-from argosy_engine.frontend.outputs import RequestOutput
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.frontend.output_processor import RequestOutput
+from argosy_engine.params import PoolingParams
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.token_logprobs import TokenLogprobs
 from argosy_engine.worker.worker import agreed_backend

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy_engine.params.sampling_params import SamplingParams, ThinkingMarks
+from argosy_engine.params import SamplingParams, ThinkingMarks
 from sampler_steps import VOCAB, Batch
 
 START, END_1, END_2, WORD, OTHER = 10, 11, 12, 20, 21

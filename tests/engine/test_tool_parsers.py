@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_engine.parsers.chat_parser import ChatParser
-from argosy_engine.parsers.harmony_parser import HarmonyParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser, OpenAIToolParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from argosy_engine.parsers.scanners import MAX_HEAD_CHARS
-from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.structured.structural_tag import tool_call_tag
 from cpu_times import least_ratio
 from parsed_parts import cut, however_cut, joined

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from argosy_engine.attention import torch_attn
-from argosy_engine.attention.layer import Attention
+from argosy_engine.attention.backend import Attention
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.torch_attn import TorchBackend
 from attention_cases import attention_metadata

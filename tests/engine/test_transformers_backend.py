@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention.torch_attn import TorchBackend
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.model_configs import transformers_config
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import complete_config
-from argosy_engine.models.transformers_probe import probe
-from argosy_engine.models.transformers_weights import load_transformers
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.models.transformers_weights import load_transformers, probe
+from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import check_model
+from argosy_engine.sizing.resources import DeviceMemory
 from transformers_checkpoints import write_checkpoint
 from transformers_sweep import EXACT, outcome
 

@@ -20,10 +20,10 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.frontend.memory_report import budget_table
-from argosy_engine.params.pooling_params import PoolingParams
-from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.frontend.model_source import budget_table
+from argosy_engine.params import PoolingParams
 from argosy_engine.sizing.kv_cache_sizing import check_model
+from argosy_engine.sizing.resources import DeviceMemory
 from encoder_checkpoints import (
     ENCODER_TYPES,
     FIRST,

@@ -23,9 +23,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
-from argosy_engine.attention.backend import AttentionWeights
+from argosy_engine.attention.backend import AttentionMetadata, AttentionWeights
 from argosy_engine.attention.cpu_attn import CpuBackend
-from argosy_engine.attention.metadata import AttentionMetadata
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.config import EngineArgs
 from argosy_engine.model_configs.transformers_config import TransformersConfig
@@ -42,8 +41,7 @@ from argosy_engine.models.transformers_kernels import (
     PartLinear,
 )
 from argosy_engine.models.transformers_model import TransformersModel
-from argosy_engine.models.transformers_probe import probe
-from argosy_engine.models.transformers_weights import load_transformers
+from argosy_engine.models.transformers_weights import load_transformers, probe
 from transformers_checkpoints import write_checkpoint
 
 SIZES: dict[str, Any] = {

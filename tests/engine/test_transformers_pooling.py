@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from argosy_engine import LLM
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, InvalidRequest
-from argosy_engine.params.pooling_params import PoolingParams
+from argosy_engine.params import PoolingParams
 from fp8_checkpoints import quantize_checkpoint
 from transformers_checkpoints import VOCAB_SIZE, write_checkpoint
 from transformers_sweep import EXACT

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from argosy_engine.api.doctor import diagnose
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.sizing.resources import DeviceMemory
 from fp8_checkpoints import FORMATS, quantize_checkpoint, write_packed_experts
 from transformers_checkpoints import write_checkpoint
 from transformers_sweep import EXACT, Outcome, served

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from argosy_engine.api.doctor import diagnose
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
@@ -21,8 +21,8 @@ from argosy_engine.model_configs.model_use import ModelUse
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import complete_config
-from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import check_model
+from argosy_engine.sizing.resources import DeviceMemory
 from fp8_checkpoints import quantize_checkpoint
 from greedy_reference import differing_tokens
 from rank_logits import TOKENS, logits_of

@@ -10,7 +10,7 @@ import pytest
 
 from argosy_engine.api.app import build_app
 from argosy_engine.errors import InvalidRequest
-from argosy_protocol.program.log_format import MAX_TRACEBACK_BYTES
+from argosy_protocol.program.process import MAX_TRACEBACK_BYTES
 from stub_engine import StubEngine
 
 SECRET = "my diagnosis is"

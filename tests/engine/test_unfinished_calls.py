@@ -7,8 +7,8 @@ import sys
 import threading
 from typing import Any, cast
 
-from argosy_engine.distributed import unfinished_calls
-from argosy_engine.distributed.unfinished_calls import keep_until_finished
+from argosy_engine.distributed import engine_copies
+from argosy_engine.distributed.engine_copies import keep_until_finished
 
 PROGRAM = """
 import atexit, threading
@@ -24,7 +24,7 @@ def check():
     print(looked.wait(0.3), before == num_looks, freed)
 
 
-from argosy_engine.distributed import unfinished_calls
+from argosy_engine.distributed import engine_copies
 
 freed = []
 
@@ -41,8 +41,8 @@ class Work:
         looked.set()
 
 
-unfinished_calls.POLL_S = 0.001
-unfinished_calls.keep_until_finished(Group(), Work())
+engine_copies.POLL_S = 0.001
+engine_copies.keep_until_finished(Group(), Work())
 assert looked.wait(60)
 """
 
@@ -65,7 +65,7 @@ class Work:
 
 
 def test_a_group_is_kept_until_its_call_has_ended(monkeypatch: Any) -> None:
-    monkeypatch.setattr(unfinished_calls, "POLL_S", 0.001)
+    monkeypatch.setattr(engine_copies, "POLL_S", 0.001)
     group, work = Group(), Work()
     freed = group.freed
     keep_until_finished(cast(Any, group), cast(Any, work))

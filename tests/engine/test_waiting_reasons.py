@@ -7,8 +7,8 @@ import pytest
 from argosy_engine import LLM
 from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.errors import EngineBusy
-from argosy_engine.frontend.queue_limits import QueueLimits
-from argosy_engine.messages.core_messages import EngineCoreOutputs, SchedulerStats
+from argosy_engine.frontend.admission import QueueLimits
+from argosy_engine.messages import EngineCoreOutputs, SchedulerStats
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ from argosy_engine.attention.kv_cache_spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
+from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.messages.core_messages import EngineCoreRequest
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.messages import EngineCoreRequest, ModelRunnerOutput
+from argosy_engine.params import SamplingParams
 
 BLOCK = 4
 PREFIX = list(range(100, 120))

@@ -21,9 +21,9 @@ from argosy_engine.errors import ConfigError, EngineDead, UtilityFailed
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.observer import Observer
-from argosy_engine.frontend.outputs import CompletionOutput, GenerationOutput, RequestOutput
+from argosy_engine.frontend.output_processor import CompletionOutput, GenerationOutput, RequestOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
-from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.sizing.kv_cache_sizing import check_model
 from fake_worker import continuation
 from processes import children, cpu_share, has_grammar_server, is_alive, wait_until, workers

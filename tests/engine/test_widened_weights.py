@@ -13,15 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from argosy_engine.api.doctor import diagnose
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import plan_weights
-from argosy_engine.sizing.device import DeviceMemory
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
+from argosy_engine.sizing.resources import DeviceMemory
 from fp8_checkpoints import quantize_checkpoint, write_packed_experts
 from gemma4_shapes import EXPERTS as GEMMA4_EXPERTS
 from rank_logits import TOKENS, logits_of

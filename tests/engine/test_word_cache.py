@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.frontend import word_cache
-from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.frontend.word_cache import MAX_WORDS, WordCache, ascii_pattern
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.frontend import tokenizer as word_cache
+from argosy_engine.frontend.tokenizer import MAX_WORDS, Tokenizer, WordCache, ascii_pattern
 from small_tokenizers import byte_fallback_tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed
 
-from argosy_engine.distributed.communicator import GroupCommunicator
+from argosy_engine.distributed.parallel_state import GroupCommunicator, ParallelState
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.executor.worker_death import WorkerEnd, death_of, failure_of
-from argosy_engine.executor.worker_messages import WorkerFailure
+from argosy_engine.executor.worker_protocol import WorkerEnd, WorkerFailure, death_of, failure_of
 
 KILLED = WorkerEnd("Worker_TP1 (process 2)", "killed by SIGKILL", None)
 LOST = WorkerEnd(
@@ -75,6 +76,8 @@ def test_a_failure_says_whether_another_worker_may_be_its_reason() -> None:
     in_collective = failure(lambda: GroupCommunicator(None).barrier())  # type: ignore[arg-type]
     assert in_collective.is_in_collective
     assert failure(torch.distributed.barrier).is_in_collective
+    of_several = SimpleNamespace(world=SimpleNamespace(size=2), device="no device")
+    assert not failure(lambda: ParallelState.least(of_several, 1)).is_in_collective  # type: ignore[arg-type]
     own = failure(lambda: {}["x"])
     assert not own.is_in_collective
     assert own.message == "KeyError: 'x'"

@@ -16,9 +16,7 @@ from argosy_engine import EngineArgs, LLMEngine
 from argosy_engine.core.proc.core_client import SyncMPClient
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.multiproc_executor import MultiprocExecutor
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import CollectiveRpc, SchedulerOutput, WorkerInfo
 from engine_processes import worker_path
 from processes import children, is_alive, wait_until, workers
 

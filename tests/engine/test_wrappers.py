@@ -16,18 +16,17 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention.torch_attn import TorchBackend
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_use import HfOverrides, ModelUse
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS
-from argosy_engine.models.config_file import load_model_config, parse_config
-from argosy_engine.models.fetch_check import check_fetched_config
+from argosy_engine.models.config_file import check_fetched_config, load_model_config, parse_config
 from argosy_engine.models.loader import complete_config, load_model
 from argosy_engine.models.transformers_weights import load_transformers
-from argosy_engine.sizing.device import DeviceMemory
+from argosy_engine.sizing.resources import DeviceMemory
 from argosy_fetcher.errors import UnsupportedModel
 from processes import free_port, running
 from transformers_checkpoints import WRAPPER_TYPES, small_wrapper_config, write_checkpoint, write_folder

@@ -12,8 +12,7 @@ import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, InvalidSource
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.sources.instance_metadata import is_ec2
-from argosy_fetcher.sources.object_store import ObjectStoreSource
+from argosy_fetcher.sources.object_store import ObjectStoreSource, is_ec2
 from bucket_server import BUCKET, BucketServer, forget_cloud
 from loopback_certificate import issue_certificate
 from scripted_http import Asked, Reply, ScriptedHttp

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from argosy_fetcher.errors import FetchError, InvalidSource, SourceChanged, TransientError, UnsupportedModel
-from argosy_fetcher.snapshot import MAX_FILES, Digest, RemoteFile
+from argosy_fetcher.source import MAX_FILES, Digest, RemoteFile
 from argosy_fetcher.source_uri import SourceUri, parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import BUCKET, DATE, BucketServer, credentials_for, forget_cloud

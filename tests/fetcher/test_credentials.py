@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.credentials import DIRECTORY_ENV, MAX_FILE_BYTES, MAX_FILES, load_credentials
 from argosy_fetcher.errors import InvalidSource
+from argosy_fetcher.sources.registry import (
+    DIRECTORY_ENV,
+    MAX_CREDENTIAL_BYTES,
+    MAX_CREDENTIAL_FILES,
+    load_credentials,
+)
 
 
 def test_the_environment_is_enough() -> None:
@@ -40,13 +45,13 @@ def test_what_cannot_be_read_is_told_without_its_content(tmp_path: Path) -> None
     with pytest.raises(InvalidSource, match="is not UTF-8 text") as refusal:
         load_credentials({DIRECTORY_ENV: str(tmp_path)})
     assert "hunter2" not in str(refusal.value)
-    (tmp_path / "HF_TOKEN").write_bytes(b"x" * (MAX_FILE_BYTES + 1))
+    (tmp_path / "HF_TOKEN").write_bytes(b"x" * (MAX_CREDENTIAL_BYTES + 1))
     with pytest.raises(InvalidSource, match="is larger than"):
         load_credentials({DIRECTORY_ENV: str(tmp_path)})
 
 
 def test_a_directory_of_too_many_files_is_no_directory_of_credentials(tmp_path: Path) -> None:
-    for number in range(MAX_FILES + 1):
+    for number in range(MAX_CREDENTIAL_FILES + 1):
         (tmp_path / f"K{number}").touch()
     with pytest.raises(InvalidSource, match="has more than 64 files"):
         load_credentials({DIRECTORY_ENV: str(tmp_path)})

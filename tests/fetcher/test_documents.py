@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from argosy_fetcher.errors import TransientError, UnsupportedModel
-from argosy_fetcher.sources.documents import MAX_DOCUMENT_S, read_bounded
+from argosy_fetcher.sources.http import MAX_DOCUMENT_S, read_bounded
 
 
 def test_a_document_has_at_most_its_limit() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher import header_fetch
+from argosy_fetcher import model_fetch
 from argosy_fetcher.errors import TransientError, UnsupportedModel
-from argosy_fetcher.header_fetch import FIRST_BYTES, MAX_HEADER_BYTES, MAX_WEIGHT_FILES, fetch_headers
+from argosy_fetcher.model_fetch import FIRST_BYTES, MAX_HEADER_BYTES, MAX_WEIGHT_FILES, fetch_headers
 from argosy_fetcher.retry import RetryPolicy
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
 from scripted_source import ScriptedSource, Stop
 
 AT_ONCE = RetryPolicy(max_outage=0, wait=lambda event, seconds: None)
@@ -137,7 +137,7 @@ def test_holes_are_bounded_together(tmp_path: Path) -> None:
 
 def test_headers_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = sharded({f"{number}.safetensors": weights() for number in range(3)})
-    monkeypatch.setattr(header_fetch, "MAX_STORED_BYTES", 2 * len(header_of(weights())))
+    monkeypatch.setattr(model_fetch, "MAX_STORED_BYTES", 2 * len(header_of(weights())))
     with pytest.raises(UnsupportedModel, match="the headers of the weights have more than"):
         fetch_headers(source, tmp_path)
 

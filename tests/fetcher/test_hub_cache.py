@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_hub_download
 
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source
 

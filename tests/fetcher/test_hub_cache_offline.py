@@ -11,9 +11,8 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from argosy_fetcher.errors import Offline
-from argosy_fetcher.hub_cache import find_cached_model
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.pull import PulledModel, find_model, pull_model
+from argosy_fetcher.pull import PulledModel, find_cached_model, find_model, pull_model
 from argosy_fetcher.source_uri import parse
 from hub_server import HubServer
 from hub_sources import MODEL

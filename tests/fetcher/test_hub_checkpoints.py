@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from argosy_engine import LLM
 from argosy_engine.models.registry import architectures
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from greedy_reference import differing_tokens
 from hub_repositories import files_under
 from hub_server import HubServer

@@ -13,7 +13,7 @@ import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, SourceChanged, TransientError
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.sources.hub import HubSource
 from argosy_fetcher.transfer import TransferSettings, transfer
 from hub_faults import Fault, Hold

@@ -9,17 +9,9 @@ import pytest
 from huggingface_hub import constants
 
 from argosy_fetcher.errors import AccessDenied, InvalidSource
-from argosy_fetcher.pull import name_in_store
 from argosy_fetcher.source_uri import SourceUri
-from argosy_fetcher.sources.hub import HubSource
-from argosy_fetcher.sources.hub_endpoint import hub_source_name
-from argosy_fetcher.sources.hub_environment import (
-    MAX_TOKEN_BYTES,
-    endpoint,
-    find_token,
-    hub_cache,
-    is_offline,
-)
+from argosy_fetcher.sources.hub import MAX_TOKEN_BYTES, HubSource, endpoint, find_token, hub_cache, is_offline
+from argosy_fetcher.sources.registry import hub_source_name, name_in_store
 
 ELSEWHERE = {"HF_HOME": "/nonexistent"}
 

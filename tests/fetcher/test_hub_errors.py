@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, ModelHidden, ModelNotFound, TransientError
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.source_uri import SourceUri
-from argosy_fetcher.sources.hub import HubSource
-from argosy_fetcher.sources.hub_errors import retry_after_s
+from argosy_fetcher.sources.hub import HubSource, retry_after_s
 from hub_faults import Fault
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, read

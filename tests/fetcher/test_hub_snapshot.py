@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from argosy_fetcher.errors import FetchError, InvalidSource, Offline, UnsupportedModel
-from argosy_fetcher.snapshot import MAX_FILES, RemoteFile
-from argosy_fetcher.sources.hub_listing import MAX_LISTING_BYTES
+from argosy_fetcher.source import MAX_FILES, RemoteFile
+from argosy_fetcher.sources.hub import MAX_LISTING_BYTES
 from hub_faults import Fault
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, matches, read

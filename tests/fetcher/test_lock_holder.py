@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.file_lock import exclusive_lock, try_exclusive_lock
-from argosy_fetcher.lock_holder import MARK_INTERVAL_S, HolderMark, HolderWatch
+from argosy_fetcher.disk import MARK_INTERVAL_S, HolderMark, HolderWatch, exclusive_lock, try_exclusive_lock
 
 LONG_AGO = (1e9, 1e9)
 NAME = f"{socket.gethostname()[:63]} (process {os.getpid()})"

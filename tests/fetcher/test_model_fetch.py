@@ -26,10 +26,10 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.model_fetch import FetchedModel, fetch_model
 from argosy_fetcher.retry import RetryPolicy
-from argosy_fetcher.snapshot import Digest, RemoteFile, check_path
+from argosy_fetcher.source import Digest, RemoteFile, check_path
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
-from argosy_protocol.model_progress import Phase
+from argosy_protocol.reports import Phase
 from model_files import CONFIG, other_files, served_files
 from recorded_progress import RecordedProgress
 from scripted_source import COMMIT, Read, ScriptedSource, Stop
@@ -322,7 +322,7 @@ def test_a_fetch_that_waits_for_one_without_progress_names_it(tmp_path: Path) ->
 def test_a_fetch_shows_those_who_wait_that_it_makes_progress(
     is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_fetcher.lock_holder.MARK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("argosy_fetcher.disk.MARK_INTERVAL_S", 0.0)
     files = {"model.tar": tar_of(served_files())} if is_packed else served_files()
     source = ScriptedSource(files, packing={"model.tar": "tar"} if is_packed else {})
     marked: dict[str, list[bool]] = {"fetching": [], "unpacking": []}

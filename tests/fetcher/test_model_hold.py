@@ -10,8 +10,7 @@ import pytest
 
 from argosy_fetcher.errors import ModelInUse, ModelRemoved
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.model_hold import ModelHold, hold_model
-from argosy_fetcher.store import Store
+from argosy_fetcher.store import ModelHold, Store, hold_model
 from argosy_fetcher.store_index import StoredModel
 from model_files import served_files
 from scripted_source import ScriptedSource

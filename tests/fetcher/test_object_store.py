@@ -12,7 +12,7 @@ import pytest
 from obstore.store import S3Store
 
 from argosy_fetcher.errors import AccessDenied, ModelNotFound, SourceChanged
-from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.source import Digest, RemoteFile
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
 from bucket_server import forget_cloud

@@ -20,10 +20,9 @@ from argosy_fetcher.errors import (
     UnsupportedModel,
 )
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.sources.oci import OciSource
-from argosy_fetcher.sources.oci_manifest import MAX_MANIFEST_BYTES
+from argosy_fetcher.sources.oci import MAX_MANIFEST_BYTES, OciSource
 from argosy_fetcher.transfer import TransferSettings, transfer
 from container_registry import ContainerRegistry, RegistryReply, error_reply, running_registry
 from oci_artifacts import (

@@ -22,7 +22,7 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.oci import OciSource
-from argosy_fetcher.sources.oci_auth import MAX_TOKEN_CHARACTERS, AuthChallenge, parse_challenges
+from argosy_fetcher.sources.oci_http import MAX_TOKEN_CHARACTERS, AuthChallenge, parse_challenges
 from container_registry import (
     TOKEN_PATH,
     ContainerRegistry,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_fetcher.errors import InvalidSource
-from argosy_fetcher.sources.oci_credentials import MAX_AUTH_FILE_BYTES, CredentialLookup, find_credential
-from argosy_fetcher.sources.oci_reference import ImageReference
+from argosy_fetcher.sources.oci_http import MAX_AUTH_FILE_BYTES, CredentialLookup, find_credential
+from argosy_fetcher.sources.registry import ImageReference
 
 REFERENCE = ImageReference("registry.example", "team/models/qwen", "v1")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy_fetcher.errors import UnsupportedModel
-from argosy_fetcher.snapshot import Digest, RemoteFile
-from argosy_fetcher.sources.oci_layers import files_of
-from argosy_fetcher.sources.oci_manifest import decode_manifest
+from argosy_fetcher.source import Digest, RemoteFile
+from argosy_fetcher.sources.oci import decode_manifest, files_of
 from oci_artifacts import FILEPATH, OCI_LAYER, TITLE, Layer, files, manifest
 
 SUBJECT = "oci://registry.example/model:v1"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy_fetcher.errors import UnsupportedModel
-from argosy_fetcher.sources.oci_manifest import (
+from argosy_fetcher.sources.oci import (
     MAX_INDEX_ENTRIES,
     MAX_LAYERS,
     OciManifest,

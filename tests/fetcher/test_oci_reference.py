@@ -6,7 +6,7 @@ import pytest
 
 from argosy_fetcher.errors import InvalidSource
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.sources.oci_reference import PLAIN_HTTP_ENV, is_plain_http, parse_reference
+from argosy_fetcher.sources.registry import PLAIN_HTTP_ENV, is_plain_http, parse_reference
 
 HEX = "0123456789abcdef" * 4
 

@@ -14,7 +14,7 @@ from archives import packed, tar_of
 from argosy_fetcher.errors import FetchError, HashMismatch, UnsupportedModel
 from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.retry import RetryPolicy
-from argosy_fetcher.snapshot import Packing
+from argosy_fetcher.source import Packing
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
 from model_files import CONFIG, other_files, served_files

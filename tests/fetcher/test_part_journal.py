@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.part_journal import PartJournal
+from argosy_fetcher.transfer import PartJournal
 
 
 def journal(path: Path, *, size: int = 1000, part_bytes: int = 100, has_digest: bool = True) -> PartJournal:
@@ -89,12 +89,12 @@ def test_a_damaged_header_counts_as_none(tmp_path: Path, text: bytes) -> None:
 def test_parts_without_a_digest_count_within_one_boot_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_fetcher.part_journal.boot_id", lambda: "first")
+    monkeypatch.setattr("argosy_fetcher.transfer.boot_id", lambda: "first")
     first = journal(tmp_path, has_digest=False)
     first.start()
     first.add(1)
     assert journal(tmp_path, has_digest=False).load() == {1}
-    monkeypatch.setattr("argosy_fetcher.part_journal.boot_id", lambda: "second")
+    monkeypatch.setattr("argosy_fetcher.transfer.boot_id", lambda: "second")
     assert journal(tmp_path, has_digest=False).load() == set()
-    monkeypatch.setattr("argosy_fetcher.part_journal.boot_id", lambda: None)
+    monkeypatch.setattr("argosy_fetcher.transfer.boot_id", lambda: None)
     assert journal(tmp_path, has_digest=False).load() == set()

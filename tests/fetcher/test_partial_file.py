@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.partial_file import PartialFile
-from argosy_fetcher.snapshot import RemoteFile
+from argosy_fetcher.source import RemoteFile
+from argosy_fetcher.transfer import PartialFile
 from scripted_source import digest_of
 
 CONTENT = bytes(range(200))

@@ -9,13 +9,12 @@ import pytest
 from huggingface_hub import constants, hf_hub_download
 
 from archives import packed
-from argosy_fetcher.config_fetch import fetch_configs
 from argosy_fetcher.errors import AccessDenied
-from argosy_fetcher.hub_cache import find_cached_model
-from argosy_fetcher.model_fetch import fetch_model
+from argosy_fetcher.model_fetch import fetch_configs, fetch_model
+from argosy_fetcher.pull import find_cached_model
 from argosy_fetcher.retry import RetryPolicy
 from argosy_fetcher.selection import MAX_SMALL_FILE_BYTES
-from argosy_fetcher.snapshot import Packing
+from argosy_fetcher.source import Packing
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
 from hub_server import HubServer

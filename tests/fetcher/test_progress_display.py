@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
-from argosy_fetcher.progress_display import (
+from argosy_fetcher.progress import (
     BarDisplay,
     LineDisplay,
     duration_text,

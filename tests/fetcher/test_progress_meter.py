@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy_fetcher.progress_meter import RATE_WINDOW_S, ProgressMeter
-from argosy_protocol.model_progress import ModelProgress
+from argosy_fetcher.progress_server import RATE_WINDOW_S, ProgressMeter
+from argosy_protocol.reports import ModelProgress
 from recorded_progress import RecordedProgress
 
 MIB = 1 << 20

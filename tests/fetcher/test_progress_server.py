@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from argosy_fetcher.progress_server import MAX_CONNECTIONS, ProgressServer
-from argosy_protocol.model_progress import MAX_REPORT_BYTES, ModelProgress
 from argosy_protocol.program.listen import CannotListen
+from argosy_protocol.reports import MAX_REPORT_BYTES, ModelProgress
 
 REPORT = ModelProgress(source="hf://acme/tiny", phase="fetching", fetched_bytes=1, total_bytes=2)
 DEADLINE_S = 60.0

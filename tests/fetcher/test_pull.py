@@ -19,12 +19,11 @@ from argosy_fetcher.errors import (
     Offline,
 )
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.model_hold import ModelHold, hold_model
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.pull import PulledModel, find_model, is_offline, open_store, pull_headers, pull_model
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.registry import SOURCES, open_source
-from argosy_fetcher.store import Store
+from argosy_fetcher.store import ModelHold, Store, hold_model
 from named_sources import PUBLISHED, publish_tiny, serve_names
 from recorded_progress import RecordedProgress
 from scripted_source import ScriptedSource

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.disk import MARGIN_BYTES, FreeSpace
+from argosy_fetcher.disk import MARGIN_BYTES, FreeSpace, SharedLock
 from argosy_fetcher.errors import NoSpace
-from argosy_fetcher.file_lock import SharedLock
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.pull import PulledModel, open_store, pull_model
-from argosy_fetcher.room import make_room
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.store import Store
-from argosy_fetcher.store_layout import LAST_USE
+from argosy_fetcher.store import Store, make_room
+from argosy_fetcher.store_index import LAST_USE
 from named_sources import publish_tiny, serve_names
 from recorded_progress import RecordedProgress
 
@@ -105,7 +103,7 @@ def test_a_pull_makes_room_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> No
     os.utime(old.path / LAST_USE, (0, 0))
     _, full = stored()
     disk = Disk(open_store(None), full)
-    for module in ("argosy_fetcher.room", "argosy_fetcher.disk"):
+    for module in ("argosy_fetcher.store", "argosy_fetcher.disk"):
         monkeypatch.setattr(f"{module}.free_bytes", lambda _: disk.free())
     publish_tiny("acme/tiny")
     uri = parse("hf://acme/tiny")

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.selection import is_served_name, select
-from argosy_fetcher.snapshot import RemoteFile, Snapshot
+from argosy_fetcher.source import RemoteFile, Snapshot
 from model_files import CONFIG, other_files, served_files
 
 SMALL = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy_fetcher.errors import UnsupportedModel
-from argosy_fetcher.snapshot import MAX_FILES, Digest
-from argosy_fetcher.sources.sha256sums import MAX_SUMS_BYTES, parse_sha256sums
+from argosy_fetcher.source import MAX_FILES, Digest
+from argosy_fetcher.sources.http import MAX_SUMS_BYTES, parse_sha256sums
 
 A, B = "a" * 64, "b" * 64
 

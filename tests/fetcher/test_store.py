@@ -15,11 +15,9 @@ import pytest
 
 from argosy_fetcher.errors import FetchError, ModelInUse
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.snapshot import RemoteFile
-from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.source import Chunk, RemoteFile
 from argosy_fetcher.store import Store
-from argosy_fetcher.store_index import StoredModel
-from argosy_fetcher.store_layout import choose_root, source_directory, write_ref
+from argosy_fetcher.store_index import StoredModel, choose_root, source_directory, write_ref
 from argosy_fetcher.transfer import TransferSettings
 from model_files import served_files
 from recorded_progress import RecordedProgress

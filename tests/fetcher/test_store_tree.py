@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from argosy_fetcher import store_tree
-from argosy_fetcher.disk import FreeSpace
-from argosy_fetcher.file_lock import SharedLock, exclusive_lock
-from argosy_fetcher.store_layout import LAST_USE, LOCK, MANIFEST, PARTIAL_PREFIX, TRASH_PREFIX
+from argosy_fetcher.disk import FreeSpace, SharedLock, exclusive_lock
+from argosy_fetcher.store_index import LAST_USE, LOCK, MANIFEST, PARTIAL_PREFIX, TRASH_PREFIX
 from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
 
 NOW = 2_000_000_000.0

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from argosy_fetcher.errors import FetchError, HashMismatch, NoSpace, SourceChanged, TransientError
 from argosy_fetcher.progress import Silent
 from argosy_fetcher.retry import Cancelled, RetryPolicy
-from argosy_fetcher.snapshot import Algorithm, RemoteFile
-from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.source import Algorithm, Chunk, RemoteFile
 from argosy_fetcher.transfer import TransferSettings, transfer
 from recorded_progress import RecordedProgress
 from retry_time import RetryTime

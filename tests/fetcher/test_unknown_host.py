@@ -10,7 +10,7 @@ from obstore.exceptions import GenericError
 
 from argosy_fetcher.errors import TransientError, UnknownHost
 from argosy_fetcher.source_uri import parse
-from argosy_fetcher.sources.bucket_errors import Bucket, explain
+from argosy_fetcher.sources.object_store import Bucket, explain
 from argosy_fetcher.sources.registry import open_source
 
 SOURCES = ["https://models.example/qwen/SHA256SUMS", "hf://acme/qwen", "oci://models.example/acme/qwen:v1"]

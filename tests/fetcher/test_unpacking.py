@@ -15,10 +15,10 @@ import zstandard
 from hypothesis import given, settings
 
 from archives import member_of_type, packed, tar_of, tar_of_members, zip_of, zip_with_link
-from argosy_fetcher import archive_members
+from argosy_fetcher import archives
+from argosy_fetcher.archives import Unpacker, model_folder
 from argosy_fetcher.errors import FetchError, NoSpace, UnsupportedModel
-from argosy_fetcher.snapshot import Packing
-from argosy_fetcher.unpacking import Unpacker, model_folder
+from argosy_fetcher.source import Packing
 from model_files import other_files, served_files
 
 PACKINGS: list[Packing] = ["tar", "tar+gzip", "tar+zstd", "zip"]
@@ -163,16 +163,16 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, packing: Packing) -> None
 def test_archives_that_explode_are_refused(
     tmp_path: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive_members, "RATIO_FREE_BYTES", 100_000)
-    monkeypatch.setattr(archive_members, "MAX_RATIO", 10)
+    monkeypatch.setattr(archives, "RATIO_FREE_BYTES", 100_000)
+    monkeypatch.setattr(archives, "MAX_RATIO", 10)
     content = packed({"model.safetensors": bytes(2_000_000)}, packing)
     with pytest.raises(UnsupportedModel, match="decompresses to"):
         unpack(tmp_path, (content, packing))
 
 
 def test_skipped_files_count_as_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_members, "RATIO_FREE_BYTES", 100_000)
-    monkeypatch.setattr(archive_members, "MAX_RATIO", 10)
+    monkeypatch.setattr(archives, "RATIO_FREE_BYTES", 100_000)
+    monkeypatch.setattr(archives, "MAX_RATIO", 10)
     with pytest.raises(UnsupportedModel, match="decompresses to"):
         unpack(tmp_path, (gzip.compress(tar_of({"zeros": bytes(2_000_000), "config.json": b""})), "tar+gzip"))
 
@@ -259,7 +259,7 @@ def test_the_checksum_behind_the_last_file_is_checked(tmp_path: Path, packing: P
 
 
 def test_the_number_of_members_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_members, "MAX_MEMBERS", 10)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 10)
     files = {f"file-{number}": b"" for number in range(11)}
     for number, (content, packing) in enumerate([(tar_of(files), "tar"), (zip_of(files), "zip")]):
         directory = tmp_path / str(number)

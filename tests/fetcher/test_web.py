@@ -18,7 +18,7 @@ from argosy_fetcher.errors import (
     UnsupportedModel,
 )
 from argosy_fetcher.selection import COMPANIONS, CONFIG, INDEX, SINGLE
-from argosy_fetcher.snapshot import Digest, RemoteFile
+from argosy_fetcher.source import Digest, RemoteFile
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.web import MAX_PROBED_FILES, MODEL_SUFFIXES, WebSource
 from scripted_http import Asked, Reply, ScriptedHttp, file_reply

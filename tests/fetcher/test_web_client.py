@@ -18,7 +18,8 @@ from argosy_fetcher.errors import (
     SourceChanged,
     TransientError,
 )
-from argosy_fetcher.sources.web_client import MAX_REDIRECTS, WebClient, retry_after_s
+from argosy_fetcher.sources.http import retry_after_s
+from argosy_fetcher.sources.web import MAX_REDIRECTS, WebClient
 from loopback_certificate import issue_certificate
 from scripted_http import Asked, Reply, ScriptedHttp
 

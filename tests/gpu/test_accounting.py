@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from gpu_accounting.__main__ import table_line
 from gpu_accounting.fake_device import CUDA
 from gpu_accounting.measurement import (

@@ -4,15 +4,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention import self_test as self_test_module
 from argosy_engine.attention import triton_attn
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
-from argosy_engine.attention.self_test import self_test, working_backend
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers import self_test as self_test_module
+from argosy_engine.layers.self_test import attention_self_test, working_backend
 from argosy_engine.triton_kernels import paged_attention, rope_and_cache, split_kv
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, launch
 
 CPU = torch.device("cpu")
 FULL = AttentionParams(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.2)
@@ -30,25 +29,25 @@ def needs(dtype, layer=FULL):
 
 
 def test_our_kernels_pass():
-    assert self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
+    assert attention_self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
 
 
 def test_a_backend_that_forgets_attention_sinks_is_found(monkeypatch):
     layer = replace(FULL, has_sinks=True)
-    assert self_test("triton", needs("float32", layer), torch.float32, CPU) is None
+    assert attention_self_test("triton", needs("float32", layer), torch.float32, CPU) is None
     original = triton_attn.paged_attention
 
     def without_sinks(*args, **options):
         return original(*args, **{**options, "sinks": None})
 
     monkeypatch.setattr(triton_attn, "paged_attention", without_sinks)
-    assert "is wrong by" in self_test("triton", needs("float32", layer), torch.float32, CPU)
+    assert "is wrong by" in attention_self_test("triton", needs("float32", layer), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_our_kernels_pass_with_an_fp8_kv_cache(dtype):
     fp8 = needs(dtype)._replace(has_fp8_kv_cache=True)
-    assert self_test("triton", fp8, getattr(torch, dtype), CPU) is None
+    assert attention_self_test("triton", fp8, getattr(torch, dtype), CPU) is None
 
 
 def test_a_gpu_without_fp8_leaves_an_fp8_kv_cache_to_torch():
@@ -121,7 +120,7 @@ def test_a_forced_backend_that_is_broken_is_refused(monkeypatch):
 
 
 def test_faulty_kernels_of_other_layers_are_a_reason_against_the_backend(monkeypatch):
-    monkeypatch.setattr(self_test_module, "self_test", lambda *_: None)  # attention itself is right
+    monkeypatch.setattr(self_test_module, "attention_self_test", lambda *_: None)  # attention itself is right
     choice = working_backend(needs("float32"), "auto", {}, torch.float32, CPU, lambda: "silu is wrong by 1")
     assert (choice.name, choice.refused["triton"]) == ("torch", "silu is wrong by 1")
     with pytest.raises(ConfigError, match="fails its test on this device: silu is wrong by 1"):

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.compilation_config import capture_sizes
+from argosy_engine.config import capture_sizes
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.cuda_graphs import DecodeGraphs, graph_sizes
 from argosy_engine.worker.device_inputs import DeviceInputs
-from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.memory_profiling import estimate_graphs
+from argosy_engine.worker.input_batch import InputBatch, StepArrays, StepTensors, empty_step, flatten_step
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_step
-from argosy_engine.worker.step_inputs import StepTensors
+from argosy_engine.worker.warm_up import estimate_graphs
 from checked_copies import CheckedRuntime
 from rerun_graphs import RerunGraphs
 from shallow_model import write_shallow_model

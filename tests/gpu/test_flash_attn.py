@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import fake_flash_attn
-from argosy_engine.attention.flash_attn_versions import installed_versions, version_for
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.selector import AttentionNeeds, select_backend
-from argosy_engine.attention.self_test import self_test, working_backend
+from argosy_engine.attention.selector import AttentionNeeds, installed_versions, select_backend, version_for
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.self_test import attention_self_test, working_backend
 
 CPU = torch.device("cpu")
 FULL = AttentionParams(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.2)
@@ -31,7 +30,7 @@ def test_prompts_decodes_and_chunks_are_right(version, capability, block_size, m
     assert installed_versions() == (version,)
     for layer in (FULL, LOCAL):
         assert select_backend(needs(block_size, layer), "flash_attn").name == "flash_attn"
-        assert self_test("flash_attn", needs(block_size, layer), torch.bfloat16, CPU) is None
+        assert attention_self_test("flash_attn", needs(block_size, layer), torch.bfloat16, CPU) is None
     with pytest.raises(ConfigError, match="the same number and size of KV heads"):
         select_backend(needs(block_size, FULL, LOCAL), "flash_attn")
 

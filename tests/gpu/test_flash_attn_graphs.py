@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fake_flash_attn
-from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
+from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.worker.model_runner import ModelRunner
 from checked_copies import CheckedRuntime

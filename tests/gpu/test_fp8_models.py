@@ -9,14 +9,14 @@ import torch
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import SafetensorsWeights
-from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels import paged_attention
+from argosy_engine.triton_kernels.activations import quantize_fp8
 from argosy_engine.triton_kernels.launch import launched_variants
-from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
 from attention_cases import model_inputs
 from fp8_checkpoints import quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint

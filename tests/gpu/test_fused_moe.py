@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.fused_moe import fused_moe
-from argosy_engine.triton_kernels.launch import recorded_launches
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, recorded_launches
 from option_pairs import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.backend import StateLayer
 from argosy_engine.layers.delta_net import TorchDeltaNet, TritonDeltaNet
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.triton_kernels.state_steps import chunks_of_prompts, requests_of_tokens
+from argosy_engine.triton_kernels.short_conv import chunks_of_prompts, requests_of_tokens
 from attention_cases import attention_metadata, bind_sequence, sequence_inputs
 from delta_net_cases import BLOCK_SIZE, SIZES, check_steps, inputs_of, reference, weights_of
 from random_checkpoints import KINDS, make_checkpoint

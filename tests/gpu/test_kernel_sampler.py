@@ -14,13 +14,12 @@ from hypothesis import Phase, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, Rows
+from argosy_engine.params import SamplingParams
+from argosy_engine.sample.logits_processor import BatchUpdate, LogitsProcessor, Rows
 from argosy_engine.sample.sampler import GrammarMask, SamplerOptions, make_sampler
 from argosy_engine.sample.token_logprobs import LogprobsMode
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
-from argosy_engine.triton_kernels.launch import recorded_launches
-from argosy_engine.worker.rejection_sampler import RejectionSampled
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, recorded_launches
+from argosy_engine.worker.pending_step import RejectionSampled
 from sampler_steps import EVENT, SLOTS, VOCAB, Batch, check_chosen_tokens, cut, reference
 
 KERNELS = SamplerOptions(vocab_size=VOCAB, kind="kernels")

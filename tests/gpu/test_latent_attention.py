@@ -6,10 +6,9 @@ from msgspec.structs import replace
 
 from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.selector import AttentionNeeds
-from argosy_engine.attention.self_test import self_test
 from argosy_engine.attention.triton_attn import TritonBackend
-from argosy_engine.triton_kernels.latent_attention import latent_attention
-from argosy_engine.triton_kernels.latent_rope_and_cache import latent_rope_and_cache
+from argosy_engine.layers.self_test import attention_self_test
+from argosy_engine.triton_kernels.latent_attention import latent_attention, latent_rope_and_cache
 from argosy_engine.triton_kernels.launch import recorded_launches
 from latent_cases import latent_case
 from option_pairs import covering
@@ -173,11 +172,12 @@ def test_rows_of_padding_are_left_alone():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_our_kernels_pass_the_test_on_the_device(dtype):
     assert (
-        self_test("triton", AttentionNeeds("cuda", dtype, 16, [PARAMS]), getattr(torch, dtype), CPU) is None
+        attention_self_test("triton", AttentionNeeds("cuda", dtype, 16, [PARAMS]), getattr(torch, dtype), CPU)
+        is None
     )
 
 
 def test_what_the_kernels_refuse_is_a_reason_against_the_backend():
     layer = replace(PARAMS, kv_lora_rank=528)
-    reason = self_test("triton", AttentionNeeds("cuda", "float32", 16, [layer]), torch.float32, CPU)
+    reason = attention_self_test("triton", AttentionNeeds("cuda", "float32", 16, [layer]), torch.float32, CPU)
     assert reason.startswith("it failed with ValueError: a cache of 536 elements per token")

@@ -12,17 +12,16 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import DummyWeights
-from argosy_engine.layers.fp8_linear import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
-from argosy_engine.triton_kernels.launch import recorded_launches
-from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
+from argosy_engine.triton_kernels.activations import quantize_fp8
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, recorded_launches
 from random_checkpoints import KINDS
 
 CUDA = torch.device("cuda")

@@ -6,10 +6,9 @@ import pytest
 import torch
 import transformers
 
-from argosy_engine.layers import triton_layer_kernels
-from argosy_engine.layers.layer_self_test import layer_self_test
+from argosy_engine.layers.self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import fused_moe, gated_delta_net, mamba, short_conv
+from argosy_engine.triton_kernels import activations, fused_moe, gated_delta_net, mamba, rms_norm, short_conv
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -65,13 +64,13 @@ def test_our_kernels_pass_in_fp8(name, tmp_path):
     ],
 )
 def test_a_wrong_norm_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
-    original = getattr(triton_layer_kernels, kernel)
+    original = getattr(rms_norm, kernel)
 
     def wrong(*args, **settings):
         out, scales = original(*args, **settings)
         return out, scales * 1.2
 
-    monkeypatch.setattr(triton_layer_kernels, kernel, wrong)
+    monkeypatch.setattr(rms_norm, kernel, wrong)
     config = config_of("llama", tmp_path)
     assert layer_self_test(config, torch.bfloat16, CPU) is None
     assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
@@ -83,14 +82,16 @@ def scaled(kernel):
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
 def test_a_wrong_norm_is_found(name, monkeypatch, tmp_path):
-    monkeypatch.setattr(triton_layer_kernels, name, scaled(getattr(triton_layer_kernels, name)))
+    monkeypatch.setattr(rms_norm, name, scaled(getattr(rms_norm, name)))
     assert "RMSNorm is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "relu2"])
-def test_a_wrong_activation_is_found(name, monkeypatch, tmp_path):
-    activations = triton_layer_kernels.TritonLayerKernels.gated_activations
-    monkeypatch.setitem(activations, name, scaled(activations[name]))
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("silu", "silu_and_mul"), ("gelu_pytorch_tanh", "gelu_tanh_and_mul"), ("relu2", "relu2")],
+)
+def test_a_wrong_activation_is_found(name, kernel, monkeypatch, tmp_path):
+    monkeypatch.setattr(activations, kernel, scaled(getattr(activations, kernel)))
     assert f"{name} is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
 
 
@@ -122,6 +123,6 @@ def test_a_kernel_that_fails_is_a_reason(monkeypatch, tmp_path):
     def fail(*args):
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(triton_layer_kernels, "rms_norm", fail)
+    monkeypatch.setattr(rms_norm, "rms_norm", fail)
     reason = layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
     assert reason == "a layer's kernels failed with RuntimeError: no kernel image is available"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.backend import StateLayer
 from argosy_engine.layers.mamba import TritonMamba
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model

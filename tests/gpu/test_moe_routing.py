@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from argosy_engine.layers.experts import choose_experts
 from argosy_engine.model_configs.experts_config import RoutingSpec
-from argosy_engine.triton_kernels.moe_routing import route
+from argosy_engine.triton_kernels.fused_moe import route
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 

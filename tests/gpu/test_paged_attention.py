@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
-from argosy_engine.triton_kernels.launch import recorded_launches
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, recorded_launches
 from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from attention_reference import UNWRITTEN, PagedBatch
 from fp8_reference import assert_fp8_rows

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy_engine.distributed.communicator import LocalCommunicator
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.messages.scheduler_output import NewRequest, SchedulerOutput
-from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
+from argosy_engine.distributed.parallel_state import LocalCommunicator
+from argosy_engine.layers.experts import TokenExchange
+from argosy_engine.messages import NewRequest, SchedulerOutput
+from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.pipeline import Pipeline
+from argosy_engine.worker.model_runner import ModelRunner, Pipeline
 from checked_copies import CheckedRuntime
 from random_checkpoints import KINDS, make_checkpoint
 from rerun_graphs import RerunGraphs

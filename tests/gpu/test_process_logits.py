@@ -2,14 +2,20 @@ import numpy as np
 import pytest
 import torch
 
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sample.logits_processor.builtin import AllowedTokenIds, LogitBias, MinTokens
-from argosy_engine.sample.logits_processor.interface import Added, BatchUpdate, Rows
-from argosy_engine.sample.logits_processor.penalties import Penalties
+from argosy_engine.params import SamplingParams
+from argosy_engine.sample.builtin_processors import AllowedTokenIds, LogitBias, MinTokens, Penalties
+from argosy_engine.sample.logits_processor import Added, BatchUpdate, Rows
 from argosy_engine.sample.sampler import GrammarMask
 from argosy_engine.sample.torch_sampler import apply_grammar
-from argosy_engine.triton_kernels.penalty_counts import IN_PROMPT, clear_entries, count_tokens
-from argosy_engine.triton_kernels.process_logits import RowEdits, RowMasks, RowPenalties, process_logits
+from argosy_engine.triton_kernels.process_logits import (
+    IN_PROMPT,
+    RowEdits,
+    RowMasks,
+    RowPenalties,
+    clear_entries,
+    count_tokens,
+    process_logits,
+)
 
 VOCAB = 2100  # two programs per row; not a multiple of 32
 EOS = 3

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
+from argosy_engine.triton_kernels.activations import quantize_fp8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

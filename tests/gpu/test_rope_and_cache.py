@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
 from option_pairs import covering
 

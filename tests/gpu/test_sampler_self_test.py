@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from argosy_engine.sample import kernel_sampler
-from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.sampler_self_test import self_test
+from argosy_engine.sample.sampler import SamplerOptions, self_test
 
 OPTIONS = SamplerOptions(vocab_size=300)
 CPU = torch.device("cpu")

@@ -8,10 +8,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from argosy_engine.triton_kernels import sampling
-from argosy_engine.triton_kernels.device_traits import DeviceTraits, assume_device
-from argosy_engine.triton_kernels.launch import launch, recorded_launches
-from argosy_engine.triton_kernels.sampling import Cuts, sample_tokens
-from argosy_engine.triton_kernels.token_noise import exponential
+from argosy_engine.triton_kernels.launch import DeviceTraits, assume_device, launch, recorded_launches
+from argosy_engine.triton_kernels.sampling import Cuts, exponential, sample_tokens
 from gpu_sampling_reference import device_batch, kept_tokens, probabilities
 from option_pairs import covering
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from argosy_engine.attention.layer import StateLayer
+from argosy_engine.attention.backend import StateLayer
 from argosy_engine.attention.params import ShortConvParams
 from argosy_engine.layers.short_conv import TritonShortConv
 from argosy_engine.triton_kernels.launch import recorded_launches

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.triton_kernels import silu_and_mul as silu_and_mul_module
-from argosy_engine.triton_kernels.silu_and_mul import (
+from argosy_engine.triton_kernels import activations as silu_and_mul_module
+from argosy_engine.triton_kernels.activations import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_fp8,
     relu2,

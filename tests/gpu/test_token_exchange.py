@@ -7,16 +7,15 @@ import torch
 
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.checkpoint.weights import DummyWeights
-from argosy_engine.distributed.communicator import Communicator
-from argosy_engine.layers.experts import ExpertsSpec
+from argosy_engine.distributed.parallel_state import Communicator
+from argosy_engine.layers.experts import ExpertsSpec, TokenExchange
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.mlp import GatedMLP, LatentProjections, SparseMLP, SquaredReluMLP
-from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.experts_config import RoutingSpec
-from argosy_engine.model_configs.gemma4_config import Gemma4Config
+from argosy_engine.model_configs.gemma_config import Gemma4Config
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models.config_file import parse_config
-from argosy_engine.models.gemma4 import Gemma4Experts
+from argosy_engine.models.gemma import Gemma4Experts
 from gemma4_shapes import EXPERTS
 from thread_ranks import run_threads
 from transformers_checkpoints import small_config

@@ -3,11 +3,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from argosy_engine.sample.logprobs import gather_logprobs, score
-from argosy_engine.triton_kernels.cut_logits import cut_logits
+from argosy_engine.sample.sampler import gather_logprobs, score
 from argosy_engine.triton_kernels.launch import recorded_launches
 from argosy_engine.triton_kernels.sampling import Cuts, sample_tokens
-from argosy_engine.triton_kernels.top_logprobs import top_logprobs
+from argosy_engine.triton_kernels.top_logprobs import cut_logits, top_logprobs
 from gpu_sampling_reference import device_batch
 from option_pairs import covering
 

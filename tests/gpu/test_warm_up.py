@@ -14,16 +14,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.launch import launched_variants
-from argosy_engine.worker.memory_profiling import allow_all, dummy_request, dummy_step
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.warm_up import warm_up
+from argosy_engine.worker.warm_up import allow_all, dummy_request, dummy_step, warm_up
 from random_checkpoints import KINDS, make_checkpoint
 
 MAX_LEN, ROWS = 20, 2

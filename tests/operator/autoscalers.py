@@ -8,9 +8,8 @@ import msgspec
 from fake_kubernetes import FakeKubernetes
 from harness import ROUTER_POD, Operator, deployment
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import AUTOSCALERS, Kind
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import AUTOSCALERS, Kind
 
 SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
 

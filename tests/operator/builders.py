@@ -7,7 +7,7 @@ from typing import Any
 from argosy_operator.cluster.router_watch import RouterPod
 from argosy_operator.config import OperatorConfig
 from argosy_operator.names import ROUTABLE_GATE
-from argosy_operator.observed.pod import Pod
+from argosy_operator.pod import Pod
 from argosy_resource.types import InferenceService, parse
 
 NOW = "2026-01-01T00:00:00Z"

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from argosy_operator.desired.canary import CanaryState, advance
-from argosy_operator.observed.canary_figures import QUANTILE, Figures, SplitFigures
-from argosy_operator.observed.service_load import quantile
-from argosy_protocol.load_report import SIDE_BOUNDS_S, WINDOW_SLICES
-from argosy_resource.canary_spec import CanaryRollout
+from argosy_operator.desired.rollout import CanaryState, advance
+from argosy_operator.observation import QUANTILE, Figures, SplitFigures, quantile
+from argosy_protocol.reports import SIDE_BOUNDS_S, WINDOW_SLICES
+from argosy_resource.rollout import CanaryRollout
 
 LOOK_S = 5
 SPREAD = 0.8

@@ -11,9 +11,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from fake_kubernetes import FakeKubernetes, Object, selects
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import KINDS, NAMESPACES, PODS, Kind
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import KINDS, NAMESPACES, PODS, Kind
 from argosy_operator.reconcile.controller import WATCHED
 
 Authorize = Callable[[str, Kind, str, str | None, str | None], bool]

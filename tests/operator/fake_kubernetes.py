@@ -19,21 +19,23 @@ from typing import Any
 
 import msgspec
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import (
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import (
     CONFIGMAPS,
     DEPLOYMENTS,
     EVENTS,
+    FIELD_MANAGER,
     INFERENCE_SERVICES,
+    LEADER_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
     PODS,
+    ROUTABLE_GATE,
     SECRETS,
     STATEFUL_SETS,
     Kind,
     kind_of,
 )
-from argosy_operator.names import FIELD_MANAGER, LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, ROUTABLE_GATE
-from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_resource.pod_fields import FETCH_CONTAINER
 from argosy_resource.types import InferenceServiceStatus
 from argosy_resource.validation import apply_defaults, validate_manifest
 
@@ -62,7 +64,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeKubernetes:
-    """Implements `argosy_operator.cluster.api_server.Api`, and the rest of a cluster."""
+    """Implements `argosy_operator.cluster.api.Api`, and the rest of a cluster."""
 
     def __init__(self, *, gpus: int = 100) -> None:
         self.objects: dict[Key, Object] = {}

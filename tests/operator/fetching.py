@@ -7,9 +7,9 @@ from typing import Any
 from builders import pod_object
 
 from argosy_operator.names import MODEL_CACHED_CONDITION
-from argosy_protocol.model_progress import ModelProgress, Phase
-from argosy_resource.engine_address import SERVICE_LABEL
-from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_protocol.reports import ModelProgress, Phase
+from argosy_resource.engine_command import SERVICE_LABEL
+from argosy_resource.pod_fields import FETCH_CONTAINER
 
 GIB = 1 << 30
 RUNNING = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}

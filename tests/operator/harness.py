@@ -14,20 +14,22 @@ from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object, is_pod_ready, selects
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import DEPLOYMENTS, Kind
+from argosy_operator.names import DEPLOYMENTS, Kind
 from argosy_operator.reconcile.controller import WATCHED, Controller, utc_now
 from argosy_protocol.fleet import decode_fleet
-from argosy_protocol.load_report import (
+from argosy_protocol.reports import (
     LOAD_PATH,
+    REPORT_PATH,
     LoadReport,
+    ModelProgress,
     ReplicaLoadReport,
+    ReplicaReport,
     RolloutReport,
+    RoutableReport,
     ServiceLoadReport,
     SideReport,
 )
-from argosy_protocol.model_progress import ModelProgress
-from argosy_protocol.routable_report import REPORT_PATH, ReplicaReport, RoutableReport
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_resource.engine_command import SERVICE_LABEL
 
 _ROUNDING = 1e-6
 """Seconds by which virtual time may fall short of a timer. It stands still while a wait for less is repeated."""

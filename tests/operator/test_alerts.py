@@ -16,7 +16,7 @@ from builders import isvc_object
 from harness import Operator, edit_engine, new_cluster, settled
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import INFERENCE_SERVICES
+from argosy_operator.names import INFERENCE_SERVICES
 from promtool import find_promtool
 
 FILES = Path(__file__).parents[2] / "charts" / "argosy" / "files"

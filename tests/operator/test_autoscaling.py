@@ -24,13 +24,11 @@ from harness import (
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.store import Store
-from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES, Name
-from argosy_operator.observed.scaler import Scalers
-from argosy_operator.observed.service_load import ServiceLoad
+from argosy_operator.names import EVENTS, INFERENCE_SERVICES, Name
+from argosy_operator.observation import Scalers, ServiceLoad
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_protocol.fleet import decode_fleet
-from argosy_protocol.load_report import LoadReport
-from argosy_protocol.routable_report import RoutableReport
+from argosy_protocol.reports import LoadReport, RoutableReport
 
 SCALING: dict[str, Any] = {"maxReplicas": 4, "metrics": {"concurrency": 10}}
 ZERO = {**SCALING, "minReplicas": 0, "idleSeconds": 60}

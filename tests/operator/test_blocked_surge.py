@@ -23,9 +23,8 @@ from harness import (
 )
 from virtual_time import virtual_time
 
-from argosy_operator.desired.blocked_surge import NUDGE_SECONDS, ROOM_SECONDS
-from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES
-from argosy_operator.names import NUDGE_ANNOTATION
+from argosy_operator.desired.rollout import NUDGE_SECONDS, ROOM_SECONDS
+from argosy_operator.names import EVENTS, INFERENCE_SERVICES, NUDGE_ANNOTATION
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 CANARY = {"canary": {"steps": [{"weight": 20, "pauseSeconds": 60}]}, "progressDeadlineSeconds": 600}

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_operator.desired.canary_analysis import Baseline, Look, baseline_of, judge, missing_baseline
-from argosy_operator.observed.canary_figures import Figures, SplitFigures, split_figures
-from argosy_operator.observed.service_load import FleetLoad, quantile
-from argosy_protocol.load_report import (
+from argosy_operator.observation import Figures, FleetLoad, SplitFigures, quantile, split_figures
+from argosy_protocol.reports import (
     SIDE_BOUNDS_S,
     TTFT_BOUNDS_S,
     LoadReport,
@@ -21,7 +20,7 @@ from argosy_protocol.load_report import (
     ServiceLoadReport,
     SideReport,
 )
-from argosy_resource.canary_spec import CanaryAnalysis
+from argosy_resource.rollout import CanaryAnalysis
 
 ALL = CanaryAnalysis(
     max_error_rate=0.01,

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from canary_simulation import Build, verdicts
 
-from argosy_operator.desired.sequential_test import Share, evidence_above, evidence_of_ratio_above
-from argosy_resource.canary_spec import CanaryRollout
+from argosy_operator.desired.canary_analysis import Share, evidence_above, evidence_of_ratio_above
+from argosy_resource.rollout import CanaryRollout
 
 EXAMPLE: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parents[2] / "examples/canary-rollout.yaml").read_text()

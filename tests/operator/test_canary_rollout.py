@@ -24,11 +24,10 @@ from harness import (
 )
 from virtual_time import run, virtual_time
 
-from argosy_operator.kinds import DEPLOYMENTS, EVENTS
-from argosy_operator.names import CANARY_ANNOTATION, REVISION_LABEL
-from argosy_operator.observed.deployment import has_the_turn
+from argosy_operator.names import CANARY_ANNOTATION, DEPLOYMENTS, EVENTS, REVISION_LABEL
+from argosy_operator.observation import has_the_turn
 from argosy_protocol.fleet import RevisionSplit, decode_fleet
-from argosy_protocol.load_report import SideReport
+from argosy_protocol.reports import SideReport
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 STEPS: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_operator.desired.canary import CanaryState, advance
-from argosy_operator.observed.canary_figures import Figures, SplitFigures
-from argosy_resource.canary_spec import CanaryRollout
+from argosy_operator.desired.rollout import CanaryState, advance
+from argosy_operator.observation import Figures, SplitFigures
+from argosy_resource.rollout import CanaryRollout
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 ANALYSIS = {"maxErrorRate": 0.01, "minRequests": 10, "windowSeconds": 60}

@@ -22,12 +22,11 @@ import yaml
 from builders import CONFIG, isvc
 from chart_rules import fleet_rules, helper_rules
 
-from argosy.arguments import age_seconds, size_bytes
-from argosy_operator.desired.model_volume import model_volume
-from argosy_operator.desired.pod_template import HOME
-from argosy_operator.kinds import AUTOSCALERS
+from argosy.terminal import age_seconds, size_bytes
+from argosy_operator.desired.pod_template import HOME, model_volume
+from argosy_operator.names import AUTOSCALERS
 from argosy_operator.reconcile.controller import WATCHED
-from argosy_resource.model_spec import ModelCache, SecretReference
+from argosy_resource.model import ModelCache, SecretReference
 from argosy_resource.validation import load_manifests
 from argosy_router.main import build_parser, config_of
 

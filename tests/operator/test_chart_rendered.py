@@ -19,10 +19,10 @@ from argosy_batch.config import BatchConfig
 from argosy_batch.main import build_parser as batch_parser
 from argosy_batch.main import config_of as batch_config
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.pinned_images import default_images
 from argosy_operator.desired.pod_template import pod_template
+from argosy_operator.desired.upgrades import default_images
 from argosy_operator.names import NAME_LABEL
-from argosy_resource.engine_address import ENGINE_PORT, NODE_COMPONENT
+from argosy_resource.engine_command import ENGINE_PORT, NODE_COMPONENT
 from argosy_router.main import build_parser as router_parser
 from argosy_router.main import config_of as router_config
 

@@ -22,14 +22,14 @@ from harness import (
 )
 from virtual_time import virtual_time
 
+from argosy_operator.cluster.api import ApiError
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.diff import ChildChange
-from argosy_operator.desired.drift import clashes, with_applied_hash
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import (
+from argosy_operator.desired.diff import ChildChange, clashes, with_applied_hash
+from argosy_operator.names import (
     CONFIGMAPS,
     DEPLOYMENTS,
+    FIELD_MANAGER,
     INFERENCE_SERVICES,
     SECRETS,
     SERVICES,
@@ -37,10 +37,8 @@ from argosy_operator.kinds import (
     kind_of,
     object_name,
 )
-from argosy_operator.names import FIELD_MANAGER
-from argosy_operator.observed.observation import Observation
-from argosy_operator.reconcile.child_writer import ChildWriter
-from argosy_operator.reconcile.contention import MAX_REPAIRS, REPAIR_WINDOW_S
+from argosy_operator.observation import Observation
+from argosy_operator.reconcile.child_writer import MAX_REPAIRS, REPAIR_WINDOW_S, ChildWriter
 from argosy_operator.reconcile.metrics import OperatorMetrics
 
 

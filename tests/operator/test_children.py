@@ -11,14 +11,13 @@ import msgspec
 import pytest
 from builders import CONFIG, isvc, pod
 
-from argosy_operator.desired.blocked_surge import blocked_surge
 from argosy_operator.desired.children import Plan, plan_children
+from argosy_operator.desired.rollout import blocked_surge
 from argosy_operator.names import REQUESTS_ANNOTATION, REVISION_LABEL, ROUTABLE_GATE
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import Pod
-from argosy_protocol.bearer_keys import internal_key
-from argosy_resource.engine_address import SERVICE_LABEL
-from argosy_resource.engine_command import engine_args, engine_env
+from argosy_operator.observation import Observation
+from argosy_operator.pod import Pod
+from argosy_protocol.headers import internal_key
+from argosy_resource.engine_command import SERVICE_LABEL, engine_args, engine_env
 from argosy_resource.types import InferenceService
 
 NOTHING = Observation()

@@ -11,10 +11,10 @@ from builders import CONFIG, isvc
 from argosy.commands.models import build_parser as models_parser
 from argosy_engine.api.serve import build_parser as engine_parser
 from argosy_engine.api.serve import parse_args
-from argosy_operator.desired.model_volume import model_volume
+from argosy_operator.desired.pod_template import model_volume
 from argosy_resource import crd
+from argosy_resource.engine_arguments import FLAG_FIELDS
 from argosy_resource.engine_command import engine_args, flags_as_fields
-from argosy_resource.engine_flags import FLAG_FIELDS
 from argosy_router.main import build_parser, config_of
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import ROUTER_POD, FakeRouter, Operator, is_ready
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import PODS, Kind
-from argosy_operator.reconcile.concurrent_steps import AT_ONCE, run_together
+from argosy_operator.names import PODS, Kind
+from argosy_operator.reconcile.workqueue import REQUESTS_AT_ONCE, run_together
 
 
 async def test_steps_run_at_the_same_time_and_results_keep_their_order() -> None:
@@ -35,8 +35,8 @@ async def test_no_more_than_a_bound_run_at_once() -> None:
         await asyncio.sleep(0)
         running -= 1
 
-    await run_together([step] * (3 * AT_ONCE))
-    assert (running, most) == (0, AT_ONCE)
+    await run_together([step] * (3 * REQUESTS_AT_ONCE))
+    assert (running, most) == (0, REQUESTS_AT_ONCE)
 
 
 async def test_every_step_ends_before_the_first_failure_is_raised() -> None:

@@ -11,7 +11,7 @@ from harness import (
 )
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import INFERENCE_SERVICES
+from argosy_operator.names import INFERENCE_SERVICES
 from argosy_protocol.fleet import Canary, decode_fleet
 
 

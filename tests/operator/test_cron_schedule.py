@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_resource.cron_schedule import CRON_PATTERN, Cron, is_between, parse_cron, passed_local_time
+from argosy_resource.scaling import CRON_PATTERN, Cron, is_between, parse_cron, passed_local_time
 
 WEDNESDAY = datetime.datetime(2026, 7, 15, 12, 0)
 

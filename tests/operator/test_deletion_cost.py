@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from builders import pod, pod_object
 
-from argosy_operator.desired.deletion_cost import cost_changes
-from argosy_operator.observed.pod import Pod, read_pod
-from argosy_operator.observed.service_load import ReplicaUse, ServiceLoad
+from argosy_operator.desired.scaling import cost_changes
+from argosy_operator.observation import ReplicaUse, ServiceLoad
+from argosy_operator.pod import Pod, read_pod
 
 
 def marked(pods: list[Pod], removed: int, **values: float) -> dict[str, int]:

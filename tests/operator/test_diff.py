@@ -7,11 +7,10 @@ from typing import Any
 from builders import CONFIG, isvc, pod
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.diff import compute_diff
-from argosy_operator.desired.drift import with_applied_hash
-from argosy_operator.kinds import SERVICES, Kind, Name, kind_of, object_name
-from argosy_operator.observed.observation import Observation, Routers
-from argosy_operator.observed.pod import Problem
+from argosy_operator.desired.diff import compute_diff, with_applied_hash
+from argosy_operator.names import SERVICES, Kind, Name, kind_of, object_name
+from argosy_operator.observation import Observation, Routers
+from argosy_operator.pod import Problem
 from argosy_resource.types import InferenceService
 
 Children = dict[tuple[Kind, Name], Any]

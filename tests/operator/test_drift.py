@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.drift import additions, clashes, contains, must_apply, with_applied_hash
-from argosy_operator.observed.observation import Observation
+from argosy_operator.desired.diff import additions, clashes, contains, must_apply, with_applied_hash
+from argosy_operator.observation import Observation
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,19 @@ import pytest
 from builders import CONFIG, isvc
 
 from argosy_engine.api.serve import parse_args
-from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.observed.observation import Observation
-from argosy_resource import engine_flags
-from argosy_resource.argument_rules import MAX_ARGUMENTS, RULE_OF_TEXT
-from argosy_resource.engine_command import engine_args
-from argosy_resource.engine_flags import (
+from argosy_operator.desired.children import deployment_problem, plan_children
+from argosy_operator.observation import Observation
+from argosy_resource import engine_arguments
+from argosy_resource.engine_arguments import (
     FLAG_FIELDS,
     FLAGS,
+    MAX_ARGUMENTS,
     OPERATOR_FLAGS,
+    RULE_OF_TEXT,
     EngineFlag,
     argument_problems,
 )
+from argosy_resource.engine_command import engine_args
 from argosy_resource.validation import ManifestError, load_manifests
 from engine_flags.__main__ import render
 from manifests_table import TINY, manifest
@@ -64,7 +64,7 @@ def is_valid(*arguments: str) -> bool:
 
 
 def test_the_flags_are_the_engines() -> None:
-    file = Path(engine_flags.__file__).with_name("engine_flags.json")
+    file = Path(engine_arguments.__file__).with_name("engine_flags.json")
     assert file.read_text("utf-8") == render(), "run: make generate"
 
 

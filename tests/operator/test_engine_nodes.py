@@ -27,18 +27,23 @@ from harness import (
 )
 from virtual_time import run, virtual_time
 
-from argosy_engine.api.headless import check_headless
-from argosy_engine.api.serve import parse_args
+from argosy_engine.api.serve import check_headless, parse_args
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import compute_diff
-from argosy_operator.kinds import INFERENCE_SERVICES, PODS, STATEFUL_SETS
-from argosy_operator.names import LEADER_LABEL, NODE_TEMPLATE_ANNOTATION, REVISION_LABEL, node_set_name
-from argosy_operator.observed.node_template import MAX_CHARS, MAX_DEPTH, MAX_VALUES
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import OVERDUE_SECONDS, Pod, Problem, with_workers
-from argosy_protocol.bearer_keys import node_key
+from argosy_operator.names import (
+    INFERENCE_SERVICES,
+    LEADER_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
+    PODS,
+    REVISION_LABEL,
+    STATEFUL_SETS,
+    node_set_name,
+)
+from argosy_operator.observation import Observation
+from argosy_operator.pod import MAX_CHARS, MAX_DEPTH, MAX_VALUES, OVERDUE_SECONDS, Pod, Problem, with_workers
 from argosy_protocol.fleet import decode_fleet
-from argosy_resource.engine_address import (
+from argosy_protocol.headers import node_key
+from argosy_resource.engine_command import (
     COMPONENT_LABEL,
     INTERNAL_KEYS_ENV,
     NODE_COMPONENT,

@@ -20,12 +20,11 @@ from fake_kubernetes import FakeKubernetes
 from harness import FakeRouter, http_fetch_of
 from served_cluster import PATIENCE, served, served_app, until
 
-from argosy_operator import main
+from argosy_operator import event_source, main
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import INFERENCE_SERVICES
-from argosy_operator.process import event_source
-from argosy_operator.process.event_source import EndlessBackoff, kopf_settings
+from argosy_operator.event_source import EndlessBackoff, kopf_settings
+from argosy_operator.names import INFERENCE_SERVICES
 from argosy_operator.reconcile import controller
 from argosy_operator.reconcile.controller import WATCHED
 from processes import free_port

@@ -11,17 +11,12 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, is_ready, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import EVENTS, PODS
-from argosy_operator.reconcile.event_recorder import (
-    EVENT_BURST,
-    EVENT_REFILL_SECONDS,
-    EVENT_RESERVE,
-    EventRecorder,
-)
-from argosy_operator.status.events import Event, events_between, events_of_change
-from argosy_resource.canary_spec import RolloutStatus
-from argosy_resource.scaling_spec import ScalingStatus
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.names import EVENTS, PODS
+from argosy_operator.reconcile.reporter import EVENT_BURST, EVENT_REFILL_SECONDS, EVENT_RESERVE, EventRecorder
+from argosy_operator.status.report import Event, events_between, events_of_change
+from argosy_resource.rollout import RolloutStatus
+from argosy_resource.scaling import ScalingStatus
 from argosy_resource.types import Condition, ConditionStatus, InferenceServiceStatus
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from builders import gate_condition, pod, pod_object
 
-from argosy_operator.desired.failed_replicas import failed_replicas, unavailable_without
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import Pod, Problem, read_pod
+from argosy_operator.desired.rollout import failed_replicas, unavailable_without
+from argosy_operator.observation import Observation
+from argosy_operator.pod import Pod, Problem, read_pod
 
 OLD, NEW = "old", "new"
 CRASHES: dict[str, Any] = {"problem": Problem("CrashLoopBackOff", "back-off"), "is_backing_off": True}

@@ -12,10 +12,9 @@ from fetching import GIB, report, so_far
 from harness import Operator, condition, deployment, edit_engine, is_ready, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import EVENTS
-from argosy_operator.names import MODEL_CACHED_CONDITION
-from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.names import EVENTS, MODEL_CACHED_CONDITION
+from argosy_resource.pod_fields import FETCH_CONTAINER
 
 ADDRESS = "10.0.0.1"
 

@@ -31,8 +31,8 @@ from argosy_operator.cluster.fetch_watch import (
     http_progress,
     read_fetching_pod,
 )
-from argosy_operator.kinds import Name
-from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress
+from argosy_operator.names import Name
+from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress
 
 
 def pod(name: str, container_id: str = "c1", namespace: str = "team") -> FetchingPod:

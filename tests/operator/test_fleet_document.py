@@ -16,7 +16,7 @@ from argosy_protocol.fleet import (
     encode_fleet,
     resolve_names,
 )
-from argosy_resource.engine_address import selector
+from argosy_resource.engine_command import selector
 from argosy_resource.fleet_document import fleet_document, fleet_service
 from argosy_resource.types import parse
 

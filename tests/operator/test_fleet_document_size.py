@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import INFERENCE_SERVICES
+from argosy_operator.names import INFERENCE_SERVICES
 from argosy_operator.reconcile import fleet_publisher
 from argosy_operator.reconcile.controller import PUBLISH_BURST, PUBLISH_INTERVAL
 from argosy_protocol.fleet import FleetDocument, FleetService, decode_fleet, encode_fleet

@@ -11,14 +11,11 @@ from builders import CONFIG, isvc, isvc_object
 from harness import Operator, condition, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.observed.observation import Observation
+from argosy_operator.desired.children import deployment_problem, plan_children
+from argosy_operator.observation import Observation
 from argosy_resource import crd
-from argosy_resource.argument_rules import ARGS_RULES
-from argosy_resource.engine_flags import argument_problems
+from argosy_resource.engine_arguments import ARGS_RULES, FOREIGN_ENGINES, OWN_KEY, argument_problems
 from argosy_resource.fleet_document import fleet_service
-from argosy_resource.foreign_engines import FOREIGN_ENGINES, OWN_KEY
 from argosy_resource.types import API_VERSION, KIND
 from argosy_resource.validation import ManifestError, validate_manifest
 

@@ -28,10 +28,9 @@ from fake_kubernetes import Object
 from harness import Operator, condition, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import EVENTS, INFERENCE_SERVICES, Kind
-from argosy_operator.names import deployment_name
-from argosy_operator.observed.scaler import Scaler, read_scaler
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.names import EVENTS, INFERENCE_SERVICES, Kind, deployment_name
+from argosy_operator.observation import Scaler, read_scaler
 
 SERVICE = (INFERENCE_SERVICES, "team", "tiny")
 

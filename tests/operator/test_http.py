@@ -25,19 +25,17 @@ from harness import FakeFetchers, FakeRouter, http_fetch_of
 from served_cluster import served, served_app, until
 
 from argosy_operator import main
-from argosy_operator.cluster import kubernetes_api, router_reports
+from argosy_operator.cluster import kubernetes_api, router_watch
+from argosy_operator.cluster.api import ApiError
 from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH, LIST_PAGE_MAX, KubernetesApi
-from argosy_operator.cluster.router_reports import http_fetch
+from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import OperatorConfig
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, NAMESPACES, PODS
-from argosy_operator.process import health
-from argosy_operator.process.health import MAX_CONNECTIONS, health_app, serve_health
+from argosy_operator.main import MAX_CONNECTIONS, health_app, serve_health
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, NAMESPACES, PODS
 from argosy_operator.reconcile.controller import WATCHED, Controller
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet_keys import FleetKeys
-from argosy_protocol.load_report import LOAD_PATH, LoadReport
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH, LoadReport, RoutableReport
 
 
 async def test_from_create_to_ready_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +131,7 @@ async def test_routers_are_asked_by_address(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certified(tmp_path) if is_tls else None).start()
-    monkeypatch.setattr(router_reports, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(router_watch, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
     try:
         async with ClientSession() as session:
             ask = partial(http_fetch, session, keys, path, type(sent), wait=25)
@@ -393,7 +391,7 @@ async def test_connections_of_one_pod_take_no_other_s_place() -> None:
 
 
 async def test_answers_that_nobody_reads_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(main, "MAX_CONNECTIONS", 4)
     answering: list[asyncio.Transport] = []
     is_answered = asyncio.Event()
 
@@ -469,7 +467,7 @@ async def test_a_router_is_asked_with_the_key_that_it_has(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    monkeypatch.setattr(router_reports, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(router_watch, "ROUTER_ADMIN_PORT", runner.addresses[0][1])
     (tmp_path / "key").write_bytes(b"n" * 32)
     (tmp_path / "previous").write_bytes(b"o" * 32)
     try:

@@ -13,10 +13,10 @@ from builders import CONFIG
 from fake_kubernetes import FakeKubernetes, Object
 from virtual_time import run, virtual_time
 
+from argosy_operator.cluster.api import ApiError, OperatorError
 from argosy_operator.config import OperatorConfig
-from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.kinds import SECRETS
-from argosy_operator.process.installation_keys import ensure_keys, follow_fleet_keys, keep_fleet_key
+from argosy_operator.main import ensure_keys, follow_fleet_keys, keep_fleet_key
+from argosy_operator.names import SECRETS
 from argosy_protocol.fleet_keys import LINGER_S, FleetKeys
 
 FLEET = (SECRETS, "argosy-system", "argosy-fleet-key")

@@ -12,9 +12,9 @@ from fake_kubernetes import FakeKubernetes, Object, pod_key
 from harness import Operator, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
-from argosy_protocol.bearer_keys import internal_key
-from argosy_resource.engine_address import API_KEY_ENV, API_KEYS_FIELD
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, SECRETS
+from argosy_protocol.headers import internal_key
+from argosy_resource.engine_command import API_KEY_ENV, API_KEYS_FIELD
 
 SECRET = (SECRETS, "team", "tiny-engine-key")
 DEPLOYMENT = (DEPLOYMENTS, "team", "tiny-engine")

@@ -17,12 +17,16 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import FakeFetchers, FakeRouter, Operator, is_ready, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import LEASES, SERVICES, Kind
-from argosy_operator.process.leader_election import LEASE_DURATION, RENEW_DEADLINE, LeaderElection
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import LEASES, SERVICES, Kind
 from argosy_operator.reconcile.controller import Controller
-from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_operator.reconcile.leadership import (
+    LEASE_DURATION,
+    RENEW_DEADLINE,
+    FencedApi,
+    LeaderElection,
+    Leadership,
+)
 
 NAME = "argosy-operator"
 TAKEOVER = 20.0

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, precondition, rule
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
+from argosy_operator.cluster.api import HistoryLost, ObjectList
 from argosy_operator.cluster.store import Listing, Store
-from argosy_operator.errors import HistoryLost
-from argosy_operator.kinds import INFERENCE_SERVICES, PODS, Kind
+from argosy_operator.names import INFERENCE_SERVICES, PODS, Kind
 from argosy_operator.reconcile.controller import Controller
 from argosy_protocol.fleet import decode_fleet
 

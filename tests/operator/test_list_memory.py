@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, StreamReader, web
 
-from argosy_operator.cluster.kept_fields import kept_fields
 from argosy_operator.cluster.kubernetes_api import read_list
-from argosy_operator.kinds import DEPLOYMENTS
-from argosy_operator.process.event_source import Pages, read_event, response_class
+from argosy_operator.cluster.store import kept_fields
+from argosy_operator.event_source import Pages, WatchBody, read_event, response_class
+from argosy_operator.names import DEPLOYMENTS
 
 KIND = {"apiVersion": "apps/v1", "kind": "Deployment"}
 
@@ -121,3 +121,22 @@ def test_of_an_event_kopf_is_given_what_is_kept() -> None:
         assert read_event(json.dumps({"type": change, "object": obj}))["object"] == {**obj, "spec": {}}
     for other in ({"type": "BOOKMARK", "object": obj}, {"type": "ERROR", "object": {"code": 410}}, []):
         assert read_event(json.dumps(other)) == other
+
+
+async def test_of_a_watch_kopf_is_given_what_is_kept_in_whatever_pieces_it_comes() -> None:
+    obj = {**KIND, **large(0)}
+    bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
+    sent = b"\n".join(json.dumps(each).encode() for each in ({"type": "ADDED", "object": obj}, bookmark))
+
+    class Body:
+        async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+            for start in range(0, len(sent), size):
+                yield sent[start : start + size]
+
+    for size in (100_000, len(sent)):
+        body = WatchBody(cast(StreamReader, Body()))
+        read = b"".join([piece async for piece in body.iter_chunked(size)])
+        assert [json.loads(line) for line in read.splitlines()] == [
+            {"type": "ADDED", "object": {**obj, "spec": {}}},
+            bookmark,
+        ]

@@ -10,9 +10,8 @@ import pytest
 from builders import router_pods
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.load_watch import ASK_PAUSE, FRESH, WAIT, LoadWatch
-from argosy_operator.cluster.router_watch import UNREACHABLE
-from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
+from argosy_operator.cluster.router_watch import ASK_PAUSE, FRESH, LOAD_WAIT, UNREACHABLE, LoadWatch
+from argosy_protocol.reports import LoadReport, ReplicaLoadReport, ServiceLoadReport
 
 
 class Routers:
@@ -35,7 +34,7 @@ class Routers:
             raise ConnectionRefusedError
         if self.reports[address].revision == seen:
             try:
-                async with asyncio.timeout(WAIT):
+                async with asyncio.timeout(LOAD_WAIT):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -57,16 +56,16 @@ async def test_reports_are_merged_and_kept_fresh() -> None:
     watch.set_needed(True)
     await asyncio.sleep(1)
     routers.reports |= {"a": report(1, queued=2), "b": report(1, queued=3)}
-    await asyncio.sleep(2 * WAIT)
+    await asyncio.sleep(2 * LOAD_WAIT)
     assert (watch.view()["team/tiny"].queued, watch.view()["team/tiny"].is_complete) == (5, True)
     routers.silent.add("b")
-    await asyncio.sleep(FRESH + WAIT)
+    await asyncio.sleep(FRESH + LOAD_WAIT)
     assert (watch.view()["team/tiny"].queued, watch.view()["team/tiny"].is_complete) == (2, False)
     watch.set_pods(router_pods("a"))
     assert watch.view()["team/tiny"].is_complete, "the other router is gone"
     watch.set_needed(False)
     count = len(routers.asked)
-    await asyncio.sleep(10 * WAIT)
+    await asyncio.sleep(10 * LOAD_WAIT)
     assert len(routers.asked) == count
 
 
@@ -87,12 +86,12 @@ async def test_a_router_that_is_silent_for_a_minute_is_waited_for_no_more() -> N
     await asyncio.sleep(UNREACHABLE)
     assert known() == (False, True)
     routers.silent.add("b")
-    await asyncio.sleep(FRESH + WAIT)
+    await asyncio.sleep(FRESH + LOAD_WAIT)
     assert known() == (False, False), "another one may come back yet"
     await asyncio.sleep(UNREACHABLE)
     assert known() == (False, True)
     routers.silent.clear()
-    await asyncio.sleep(WAIT)
+    await asyncio.sleep(LOAD_WAIT)
     assert known() == (True, True)
     watch.close()
 
@@ -133,7 +132,7 @@ async def test_reports_are_merged_once_for_each_change_and_each_service_that_is_
     assert watch.view()["team/s0"] == seen["team/s0"]
     assert replicas[0].read - before[0] == 4
     routers.silent.add("b")
-    await asyncio.sleep(FRESH + WAIT)
+    await asyncio.sleep(FRESH + LOAD_WAIT)
     assert (watch.view()["team/s0"].is_complete, watch.view()["team/s0"].queued) == (False, 0)
     watch.close()
 

@@ -12,14 +12,12 @@ from builders import CONFIG, NOW, isvc_object, pod
 from fetching import GATED, LAST_LINE
 
 from argosy_operator.desired.children import Plan, plan_children
-from argosy_operator.observed.model_fetch import ModelFetch
-from argosy_operator.observed.observation import Observation, Routers
-from argosy_operator.observed.pod import Pod, Problem
-from argosy_operator.status.events import events_between
-from argosy_operator.status.model_cached import seconds_until_stuck
-from argosy_operator.status.report import status
-from argosy_protocol.model_progress import WAITING
-from argosy_resource.pod_overlay import FETCH_CONTAINER
+from argosy_operator.observation import Observation, Routers
+from argosy_operator.pod import ModelFetch, Pod, Problem
+from argosy_operator.status.conditions import seconds_until_stuck
+from argosy_operator.status.report import events_between, status
+from argosy_protocol.reports import WAITING
+from argosy_resource.pod_fields import FETCH_CONTAINER
 from argosy_resource.types import InferenceService, InferenceServiceStatus, parse
 
 REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision

@@ -18,10 +18,9 @@ from fetching import (
     so_far,
 )
 
-from argosy_operator.desired.cached_condition import cached_change, cached_patch
-from argosy_operator.observed.model_fetch import ModelFetch
-from argosy_operator.observed.pod import Problem, read_pod
-from argosy_protocol.model_progress import ModelProgress
+from argosy_operator.desired.diff import cached_change, cached_patch
+from argosy_operator.pod import ModelFetch, Problem, read_pod
+from argosy_protocol.reports import ModelProgress
 
 FAILED = cached_condition("False", "FetchFailed", GATED)
 PULL = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_fetcher.errors import InvalidSource
 from argosy_fetcher.source_uri import LOCAL, REMOTE, parse
-from argosy_resource.model_source import (
+from argosy_resource.model import (
     FETCH_CREDENTIALS,
     FETCH_ENV,
     LOCAL_SCHEMES,

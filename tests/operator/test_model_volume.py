@@ -15,9 +15,9 @@ from argosy.commands.models import build_parser as models_parser
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import plan_children
 from argosy_operator.desired.diff import compute_diff
-from argosy_operator.desired.model_volume import cache_problem
-from argosy_operator.kinds import DEPLOYMENTS
-from argosy_operator.observed.observation import Observation
+from argosy_operator.desired.pod_template import cache_problem
+from argosy_operator.names import DEPLOYMENTS
+from argosy_operator.observation import Observation
 from argosy_resource.types import parse
 
 Manifest = dict[str, Any]

@@ -22,13 +22,13 @@ from argosy_protocol.fleet import (
     encode_fleet,
     resolve_names,
 )
-from argosy_resource.fleet_document import within
-from argosy_resource.name_claims import (
+from argosy_resource.fleet_document import (
     MAX_RESERVED,
     MAX_RESERVED_OF_NAMESPACE,
     NamePolicy,
     SettledNames,
     settle_names,
+    within,
 )
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

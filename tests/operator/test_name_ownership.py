@@ -13,8 +13,8 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.names import CONFIGMAPS, INFERENCE_SERVICES
 from argosy_operator.reconcile import fleet_publisher
 from argosy_protocol.fleet import decode_fleet, resolve_names
 

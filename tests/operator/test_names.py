@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from argosy_operator.desired.children import plan_children
 from argosy_operator.names import REVISION_LABEL, canary_name, pod_owners, shorten
-from argosy_operator.observed.observation import Observation
+from argosy_operator.observation import Observation
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -16,12 +16,10 @@ from harness import new_cluster
 from served_cluster import served
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
+from argosy_operator.cluster.api import REFUSED_RETRY, RETRY, ApiError, ObjectList
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
-from argosy_operator.cluster.list_watch import REFUSED_RETRY, RETRY
-from argosy_operator.cluster.namespace_watch import NamespaceWatch
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import NAMESPACES, Kind
+from argosy_operator.cluster.watches import NamespaceWatch
+from argosy_operator.names import NAMESPACES, Kind
 
 
 @asynccontextmanager

@@ -18,8 +18,7 @@ from served_cluster import served, until
 from argosy_operator import main
 from argosy_operator.cluster.kubernetes_api import KubernetesApi
 from argosy_operator.config import OperatorConfig
-from argosy_operator.kinds import AUTOSCALERS, LEASES, Kind
-from argosy_operator.names import UNREADABLE_ANNOTATION
+from argosy_operator.names import AUTOSCALERS, LEASES, UNREADABLE_ANNOTATION, Kind
 from argosy_operator.reconcile import lister
 from argosy_operator.reconcile.controller import WATCHED
 

@@ -10,8 +10,8 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import ROUTER_POD, Operator, deployment, new_cluster, num_routable
 from virtual_time import virtual_time
 
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, SERVICES, Kind
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.names import CONFIGMAPS, INFERENCE_SERVICES, SERVICES, Kind
 from argosy_protocol.fleet import decode_fleet
 
 

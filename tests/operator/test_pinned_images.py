@@ -15,9 +15,8 @@ from virtual_time import virtual_time
 from argosy_operator.config import OperatorConfig
 from argosy_operator.desired.children import Plan, plan_children
 from argosy_operator.names import HELD_IMAGES_ANNOTATION, WARM_UP_ANNOTATION
-from argosy_operator.observed.deployment import template_revision
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import Pod, Problem
+from argosy_operator.observation import Observation, template_revision
+from argosy_operator.pod import Pod, Problem
 from argosy_operator.status.report import status
 
 OLD = dataclasses.replace(CONFIG, engine_upgrade_policy="OnSpecChange", engine_image="engine:1")

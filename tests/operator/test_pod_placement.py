@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from builders import CONFIG, isvc
 
-from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.observed.observation import Observation
+from argosy_operator.desired.children import deployment_problem, plan_children
+from argosy_operator.observation import Observation
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"

@@ -20,10 +20,10 @@ from harness import (
 from virtual_time import virtual_time
 
 from argosy_operator.cluster.router_watch import UNSENT
-from argosy_operator.desired.readiness_gate import REOPEN_SECONDS, gate_patch, gate_status
-from argosy_operator.observed.observation import Routers
-from argosy_operator.observed.pod import Pod
-from argosy_protocol.routable_report import ReplicaReport
+from argosy_operator.desired.diff import REOPEN_SECONDS, gate_patch, gate_status
+from argosy_operator.observation import Routers
+from argosy_operator.pod import Pod
+from argosy_protocol.reports import ReplicaReport
 
 UNKNOWN = Routers()
 NONE = Routers(known=True)

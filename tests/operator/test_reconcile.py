@@ -26,9 +26,8 @@ from harness import (
 )
 from virtual_time import run, virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, SERVICES, Kind, Name
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, PODS, SERVICES, Kind, Name
 from argosy_operator.reconcile.controller import GATHER_FAILED_S, GATHER_MAX_S
 from argosy_operator.reconcile.workqueue import BACKOFF_MAX
 from argosy_protocol.fleet import decode_fleet

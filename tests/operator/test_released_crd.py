@@ -21,7 +21,7 @@ from celpy.adapter import json_to_cel
 
 from argosy_protocol.fleet import encode_fleet
 from argosy_resource import crd
-from argosy_resource.argument_rules import RULE_OF_TEXT
+from argosy_resource.engine_arguments import RULE_OF_TEXT
 from argosy_resource.fleet_document import fleet_document
 from argosy_resource.schema_types import quantity_value
 from argosy_resource.types import InferenceService, parse

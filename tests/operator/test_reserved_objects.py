@@ -15,9 +15,8 @@ from harness import Operator, condition, deployment, edit_engine, new_cluster
 from virtual_time import virtual_time
 
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.kinds import DEPLOYMENTS, Kind
-from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL
+from argosy_operator.desired.children import deployment_problem
+from argosy_operator.names import DEPLOYMENTS, FIELD_MANAGER, MANAGED_BY_LABEL, Kind
 from argosy_resource.types import parse
 
 HOME = CONFIG.namespace

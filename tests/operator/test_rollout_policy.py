@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_resource.rollout_policy import RolloutReplica, halting_replica, rollout_bounds
-from argosy_resource.types import Rollout
+from argosy_resource.rollout import Rollout, RolloutReplica, halting_replica, rollout_bounds
 
 
 def replicas(text: str) -> list[RolloutReplica]:

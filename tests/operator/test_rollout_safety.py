@@ -24,11 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import virtual_time
 
-from argosy_operator.desired.spec_digest import input_digest
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
-from argosy_operator.names import TURN_ANNOTATION
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_operator.cluster.api import ApiError
+from argosy_operator.desired.upgrades import input_digest
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, TURN_ANNOTATION
+from argosy_resource.engine_command import SERVICE_LABEL
 
 GPU: dict[str, Any] = {"resources": {"gpu": {}}}
 DEFAULT_IMAGE = "argosy-engine:test"

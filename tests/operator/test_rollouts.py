@@ -19,8 +19,7 @@ from harness import (
 )
 from virtual_time import virtual_time
 
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES
-from argosy_operator.names import REVISION_LABEL
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, REVISION_LABEL
 
 
 @virtual_time

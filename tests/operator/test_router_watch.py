@@ -18,8 +18,8 @@ from argosy_operator.cluster.router_watch import (
     RouterWatch,
     read_router_pod,
 )
-from argosy_operator.observed.observation import Routers
-from argosy_protocol.routable_report import ReplicaReport, RoutableReport
+from argosy_operator.observation import Routers
+from argosy_protocol.reports import ReplicaReport, RoutableReport
 from released_formats import released
 
 

@@ -14,11 +14,11 @@ from builders import autoscaler
 from fake_kubernetes import FakeKubernetes, Object
 from virtual_time import virtual_time
 
-from argosy_operator.cluster import list_watch, scaler_watch
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.cluster.scaler_watch import ScalerWatch
-from argosy_operator.kinds import AUTOSCALERS, Kind, Name
-from argosy_operator.observed import scaler as observed_scaler
+from argosy_operator import observation as observed_scaler
+from argosy_operator.cluster import api, watches
+from argosy_operator.cluster.api import ObjectList
+from argosy_operator.cluster.watches import ScalerWatch
+from argosy_operator.names import AUTOSCALERS, Kind, Name
 
 
 def numbered(number: int) -> Object:
@@ -46,7 +46,7 @@ class Watching:
 class Opcodes:
     """Counts the instructions that run in the modules of autoscalers."""
 
-    files = (scaler_watch.__file__, list_watch.__file__, observed_scaler.__file__)
+    files = (watches.__file__, api.__file__, observed_scaler.__file__)
 
     def __init__(self) -> None:
         self.count = 0

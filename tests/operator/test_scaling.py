@@ -20,15 +20,15 @@ from argosy_operator.desired.scaling import (
     lower_bound,
     unknown_time_zones,
 )
-from argosy_operator.observed.service_load import FleetLoad, ReplicaUse, ServiceLoad, quantile
-from argosy_protocol.load_report import (
+from argosy_operator.observation import FleetLoad, ReplicaUse, ServiceLoad, quantile
+from argosy_protocol.reports import (
     TTFT_BOUNDS_S,
     TTFT_WINDOW_S,
     LoadReport,
     ReplicaLoadReport,
     ServiceLoadReport,
 )
-from argosy_resource.scaling_spec import Scaling
+from argosy_resource.scaling import Scaling
 
 NOON = datetime.datetime(2026, 7, 15, 12, 0, tzinfo=datetime.UTC)
 LONG_AGO = ScalingHistory(since=-100_000.0, served_since=-100_000.0, complete_since=-100_000.0)

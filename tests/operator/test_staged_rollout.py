@@ -14,11 +14,10 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import Operator, condition, living_pods, new_cluster, num_routable
 from virtual_time import virtual_time
 
+from argosy_operator.cluster.api import ApiError
 from argosy_operator.config import RolloutShare
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, Kind
-from argosy_operator.names import TURN_ANNOTATION
-from argosy_operator.reconcile.rollout_lock import MAX_TURN_S
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, TURN_ANNOTATION, Kind
+from argosy_operator.reconcile.reconciler import MAX_TURN_S
 from argosy_resource.types import KIND
 
 DEADLINE = 60

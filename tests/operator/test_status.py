@@ -12,12 +12,12 @@ from msgspec import convert, to_builtins
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.children import plan_children
 from argosy_operator.names import SERVED_ANNOTATION
-from argosy_operator.observed.observation import Observation, Routers
-from argosy_operator.observed.pod import Pod, Problem, read_pod
+from argosy_operator.observation import Observation, Routers
+from argosy_operator.pod import Pod, Problem, read_pod
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.status.report import invalid_status, status
-from argosy_resource.name_claims import LossReason, LostName
+from argosy_resource.fleet_document import LossReason, LostName
 from argosy_resource.types import InferenceServiceStatus, parse
 
 REVISION = plan_children(parse(isvc_object()), Observation(), CONFIG).revision

@@ -9,32 +9,28 @@ import pytest
 from builders import CONFIG, isvc
 
 from argosy_operator.cluster.fetch_watch import read_fetching_pod
-from argosy_operator.cluster.kept_fields import kept_fields, oversize_problem
 from argosy_operator.cluster.router_watch import read_router_pod
-from argosy_operator.cluster.store import Store
+from argosy_operator.cluster.store import Store, kept_fields, oversize_problem
 from argosy_operator.desired.children import plan_children
-from argosy_operator.desired.drift import with_applied_hash
-from argosy_operator.kinds import (
+from argosy_operator.desired.diff import with_applied_hash
+from argosy_operator.names import (
     BUDGETS,
     DEPLOYMENTS,
+    FIELD_MANAGER,
     INFERENCE_SERVICES,
+    MANAGED_BY_LABEL,
+    NODE_TEMPLATE_ANNOTATION,
     PODS,
+    REVISION_LABEL,
     SERVICES,
     STATEFUL_SETS,
+    TURN_ANNOTATION,
     Kind,
     kind_of,
 )
-from argosy_operator.names import (
-    FIELD_MANAGER,
-    MANAGED_BY_LABEL,
-    NODE_TEMPLATE_ANNOTATION,
-    REVISION_LABEL,
-    TURN_ANNOTATION,
-)
-from argosy_operator.observed.node_template import digest
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, read_pod
-from argosy_resource.engine_address import SERVICE_LABEL
+from argosy_operator.observation import Observation
+from argosy_operator.pod import DELETION_COST_ANNOTATION, NODE_TEMPLATE_HASH_ENV, digest, read_pod
+from argosy_resource.engine_command import SERVICE_LABEL
 from argosy_resource.types import GROUP
 
 

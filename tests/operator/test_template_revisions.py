@@ -14,7 +14,7 @@ from builders import CONFIG, isvc
 
 from argosy_operator.desired.children import plan_children
 from argosy_operator.names import KEY_FILE_ANNOTATION, REQUESTS_ANNOTATION, REVISION_LABEL
-from argosy_operator.observed.observation import Observation
+from argosy_operator.observation import Observation
 
 HUB = {"source": "hf://org/model"}
 CLAIM = {"source": "pvc://claim/model"}

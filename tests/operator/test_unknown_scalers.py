@@ -24,11 +24,10 @@ from fake_kubernetes import FakeKubernetes
 from harness import ROUTER_POD, Operator, condition, is_ready, living_pods, new_cluster
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.cluster.list_watch import RETRY
+from argosy_operator.cluster.api import RETRY, ObjectList
 from argosy_operator.cluster.store import Store
-from argosy_operator.kinds import AUTOSCALERS, DEPLOYMENTS, INFERENCE_SERVICES, Kind
-from argosy_operator.observed.scaler import Scalers
+from argosy_operator.names import AUTOSCALERS, DEPLOYMENTS, INFERENCE_SERVICES, Kind
+from argosy_operator.observation import Scalers
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_resource.types import parse
 

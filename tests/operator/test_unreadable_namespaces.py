@@ -14,18 +14,17 @@ from fake_kubernetes import FakeKubernetes, Object
 from harness import ROUTER_POD, Operator
 from virtual_time import virtual_time
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import (
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.names import (
     CONFIGMAPS,
     DEPLOYMENTS,
     EVENTS,
     INFERENCE_SERVICES,
     LEASES,
     PODS,
+    TURN_ANNOTATION,
     Kind,
 )
-from argosy_operator.names import TURN_ANNOTATION
 from argosy_operator.reconcile.controller import WATCHED
 from argosy_protocol.fleet import decode_fleet
 
@@ -205,7 +204,7 @@ async def test_a_refusal_is_told_once_with_its_remedy_and_so_is_its_end(
         assert json.loads(operator.controller.lister.summary()) == {"team": "Forbidden"}
         warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
         told = Counter(each.name.rpartition(".")[2] for each in warnings if "team" in each.getMessage())
-        assert told == {"lister": 1, "scaler_watch": 1}, "each of its lists is told once"
+        assert told == {"lister": 1, "watches": 1}, "each of its lists is told once"
 
         cluster.refused = {}
         await asyncio.sleep(RETRIED)

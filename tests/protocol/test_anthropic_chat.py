@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from argosy_protocol.anthropic import (
     READ_BLOCKS,
     ContentBlock,
+    as_chat,
     decode_count_tokens_request,
     decode_messages_request,
+    name_field,
 )
-from argosy_protocol.anthropic_chat import as_chat, name_field
+from argosy_protocol.chunk_hash import prompt_segments
 from argosy_protocol.errors import BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.skipped_content import MESSAGES_KINDS, Skipped
 from case_tables import wrong_answers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_protocol.bearer_keys import KeyRing, internal_key, node_key
+from argosy_protocol.headers import KeyRing, internal_key, node_key
 
 
 def test_internal_keys_differ_by_service_and_need_a_real_fleet_key() -> None:

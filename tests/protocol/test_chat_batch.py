@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from argosy_protocol.chat_batch import decode_batch_request
+from argosy_protocol.chunk_hash import prompt_segments
 from argosy_protocol.errors import BadRequest
-from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.openai import decode_batch_request, decode_request
 
 HI, BYE = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "bye"}]
 

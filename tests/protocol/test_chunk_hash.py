@@ -12,12 +12,13 @@ from hypothesis import given
 from argosy_protocol.chunk_hash import (
     CHUNK_BYTES,
     COARSE_BYTES,
+    Segment,
+    SegmentKind,
     chain_seed,
     chunk_ends,
     chunk_hashes,
     chunk_offsets,
 )
-from argosy_protocol.prompt_segments import Segment, SegmentKind
 
 SEGMENTS = st.lists(st.tuples(st.sampled_from(list(SegmentKind)), st.binary(max_size=700)))
 LONG_SEGMENTS = st.lists(st.integers(0, 8 * COARSE_BYTES), max_size=4).map(

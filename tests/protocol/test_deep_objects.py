@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy_protocol.deep_json import MAX_DEPTH, TOKENS_PER_STEP, cut, cutting, loads
+from argosy_protocol.json_limits import CUT_DEPTH, TOKENS_PER_STEP, cut, cutting, loads
 
 
 def nested(levels: int, value: str = "1") -> str:
@@ -24,7 +24,7 @@ def depth(value: Any) -> int:
     return levels
 
 
-@pytest.mark.parametrize("levels", [2, MAX_DEPTH, 2 * MAX_DEPTH])
+@pytest.mark.parametrize("levels", [2, CUT_DEPTH, 2 * CUT_DEPTH])
 def test_what_python_reads_is_read_as_it_is(levels: int) -> None:
     text = nested(levels, r'"}[\"]{"')
     assert loads(text) == json.loads(text)
@@ -37,8 +37,8 @@ def test_of_what_it_does_not_read_the_first_levels_are() -> None:
         json.loads(text)
     found = loads(text)
     assert (found["text"], found["after"]) == ('}["]{', {"a": [{"a": [1]}]})
-    assert depth(found["deep"]) == MAX_DEPTH - 1
-    assert (found["list"][0], depth(found["list"][1]), found["list"][2]) == (1, MAX_DEPTH - 2, 2)
+    assert depth(found["deep"]) == CUT_DEPTH - 1
+    assert (found["list"][0], depth(found["list"][1]), found["list"][2]) == (1, CUT_DEPTH - 2, 2)
 
 
 @pytest.mark.parametrize("text", [nested(10_000)[:-1], nested(10_000) + "}", "", "{"])
@@ -61,7 +61,7 @@ def test_a_large_object_is_cut_in_steps() -> None:
         number += 1
     assert number >= 12
     assert found["name"] == "a"
-    assert depth(found["deep"]) == MAX_DEPTH - 1
+    assert depth(found["deep"]) == CUT_DEPTH - 1
     assert loads(text) == found
 
 

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import sys
 from pathlib import Path
-from argosy_protocol.program.freed_memory import return_freed_memory
+from argosy_protocol.program.process import return_freed_memory
 
 def kept():
     (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon")]

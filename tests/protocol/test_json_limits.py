@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_protocol import json_limits
-from argosy_protocol.embeddings import decode_embedding_request
 from argosy_protocol.errors import BadRequest, PayloadTooLarge
 from argosy_protocol.json_limits import MAX_VALUES, decode_body
 from argosy_protocol.openai import decode_request
+from argosy_protocol.pooling import decode_embedding_request
 
 CODE = 'x = {"a\\\\": [1, 2], "b": {},}\n'
 

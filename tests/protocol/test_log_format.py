@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy_protocol.program.log_format import (
+from argosy_protocol.program.process import (
     MAX_FRAMES,
     MAX_RECORD_BYTES,
     MAX_TRACEBACK_BYTES,

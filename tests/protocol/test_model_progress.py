@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_protocol.model_progress import MAX_REPORT_BYTES, WAITING, ModelProgress, percent, summary
+from argosy_protocol.reports import MAX_REPORT_BYTES, WAITING, ModelProgress, percent, summary
 
 GIB = 1 << 30
 MODEL = "hf://Qwen/Qwen3-8B"

@@ -7,19 +7,17 @@ import json
 import msgspec
 import pytest
 
-from argosy_protocol.embeddings import EmbeddingRequest, decode_embedding_request
 from argosy_protocol.openai import (
     ChatCompletionRequest,
+    ChatTokenizeRequest,
     CompletionRequest,
     InternalFields,
     StreamOptions,
-    decode_request,
-)
-from argosy_protocol.tokenization import (
-    ChatTokenizeRequest,
     TextTokenizeRequest,
+    decode_request,
     decode_tokenize_request,
 )
+from argosy_protocol.pooling import EmbeddingRequest, decode_embedding_request
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 CASES = [

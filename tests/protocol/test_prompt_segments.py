@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from argosy_protocol.chunk_hash import Segment, SegmentKind, prompt_segments
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
 
 def view(**fields: object) -> list[Segment]:

@@ -11,9 +11,13 @@ import pytest
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest
-from argosy_protocol.response_tools import ClientTool, ResponseTools
 from argosy_protocol.responses import decode_responses_request
-from argosy_protocol.responses_chat import name_responses_field, translated_response
+from argosy_protocol.responses_chat import (
+    ClientTool,
+    ResponseTools,
+    name_responses_field,
+    translated_response,
+)
 
 HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

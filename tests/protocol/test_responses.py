@@ -18,7 +18,6 @@ from argosy_protocol.responses import (
     ResponsesRequest,
     decode_responses_request,
     decoding_responses_request,
-    is_responses_path,
 )
 from case_tables import wrong_answers
 
@@ -156,14 +155,6 @@ def test_unknown_fields_are_ignored() -> None:
 )
 def test_the_kind_of_an_item(fields: dict[str, Any], kind: str) -> None:
     assert msgspec.convert(fields, ResponseItem).kind == kind
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("/v1/responses", True), ("/v1/responses/resp_1", True), ("/v1/responses2", False), ("/", False)],
-)
-def test_paths(path: str, expected: bool) -> None:
-    assert is_responses_path(path) is expected
 
 
 def test_a_body_that_is_read_in_steps_is_read_as_one_that_is_not() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy_protocol.chunk_hash import prompt_segments
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.responses import READ_ITEMS, ResponseItem, decode_responses_request
 from argosy_protocol.responses_chat import name_responses_field, responses_as_chat, translated_response
 from case_tables import wrong_answers

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import gc, itertools, weakref
-from argosy_protocol.program.short_collections import FREEZES_UNTIL_ALL, ShortCollections
+from argosy_protocol.program.process import FREEZES_UNTIL_ALL, ShortCollections
 
 class Node:
     pass

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 
 from .fake_engine import MODEL
 from .harness import chat

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 
-from argosy_router.fleet.health import replica_health
-from argosy_router.fleet.links import telemetry_client
+from argosy_router.fleet import health, telemetry
 
 from .engine_processes import engine_pool as engine_pool  # fixtures
 from .engine_processes import engines as engines
@@ -23,13 +22,13 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture(autouse=True)
 def heartbeats_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a test takes: fake engines have no heartbeat but what tests announce."""
-    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", 600.0)
+    monkeypatch.setattr(telemetry, "STALE_AFTER_S", 600.0)
 
 
 @pytest.fixture
 def ejections_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the test takes."""
-    monkeypatch.setattr(replica_health, "BASE_EJECTION_S", replica_health.MAX_EJECTION_S)
+    monkeypatch.setattr(health, "BASE_EJECTION_S", health.MAX_EJECTION_S)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from argosy_protocol.fleet import FleetDocument
-from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.discovery.sources import StaticDiscovery
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream import UpstreamTls
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_router.fleet.links.engine_metrics import PRIOR_PROMPT_TOKENS, EngineLoad
+from argosy_router.fleet.foreign_engines import PRIOR_PROMPT_TOKENS, EngineLoad
 
 
 def vllm(

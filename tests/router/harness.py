@@ -17,12 +17,12 @@ from prometheus_client import generate_latest
 from argosy_batch.config import BatchConfig
 from argosy_batch.program import BatchProgram
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
-from argosy_protocol.routable_report import ReplicaState
+from argosy_protocol.reports import ReplicaState
 from argosy_router.config import BatchLimits, RouterConfig
-from argosy_router.discovery.source import Publish, snapshot_of
+from argosy_router.discovery.sources import Publish, snapshot_of
 from argosy_router.fleet.replica import Replica
 from argosy_router.http.deadlines import Deadline, TimerWheel
-from argosy_router.observability.line_writer import LineWriter
+from argosy_router.observability.lines import LineWriter
 from argosy_router.server import Router
 
 from .fake_engine import MODEL, FakeEngine

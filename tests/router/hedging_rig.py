@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from argosy_router.proxy.resilience import hedging
-from argosy_router.proxy.upstream.attempt_log import AttemptRecord
+from argosy_router.proxy import resilience
+from argosy_router.proxy.accounting import AttemptRecord
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, StoppedClock, chat, rig
@@ -84,7 +84,7 @@ def sent(r: Rig) -> int:
 async def overdue(r: Rig) -> None:
     """Lets every stream sent so far be overdue; returns when replicas have the hedges."""
     before, had = sent(r), inflight(r)
-    await r.pass_time(2 * hedging.FLOOR_S)
+    await r.pass_time(2 * resilience.MIN_FIRST_TOKEN_S)
     hedges = inflight(r) - had
     await r.until(lambda: sent(r) >= before + hedges)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits, encode_fleet
 from argosy_router.config import FlowControlLimits
-from argosy_router.discovery.source import snapshot_of
+from argosy_router.discovery.sources import snapshot_of
 from argosy_router.fleet.replica import Member
 
 from .fake_engine import MODEL, FakeEngine, answer_normally

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from argosy_batch.stored_responses import StoredResponses
-from argosy_protocol import object_ids
+from argosy_protocol import batch_program
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import ID_PREFIX
+from argosy_protocol.responses import ID_PREFIX
 from argosy_router.responses.response_store import ResponseStore
 
 DAY_S = 86400.0
@@ -36,7 +36,7 @@ class LocalResponses:
         self.heartbeat = _LocalHeartbeat(stored)
 
     def new_id(self) -> str:
-        return object_ids.new_id(ID_PREFIX, time.time(), DAY_S)
+        return batch_program.new_id(ID_PREFIX, time.time(), DAY_S)
 
     async def add(self, account: str, response_id: str, record: StoredResponse) -> None:
         await self._stored.add(account, response_id, record)

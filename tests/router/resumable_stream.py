@@ -1,6 +1,6 @@
 """A fake engine's stream that can be resumed anywhere: every token is a function of (choice, position).
 
-The script writes streams as our engines do (`api/openai/chat_format.py`) and continues them by `resume`.
+The script writes streams as our engines do (`api/endpoints/chat.py`) and continues them by `resume`.
 """
 
 from __future__ import annotations

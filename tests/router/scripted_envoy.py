@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 import httpx
 
-from argosy_router.gateway import ext_proc_schema as ext_proc
+from argosy_router import ext_proc
 
 from .harness import Rig
 

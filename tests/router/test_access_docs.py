@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_router.auth.key_table import KeyTable
+from argosy_router.auth.api_keys import KeyTable
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import RouterConfig
 from argosy_router.main import build_parser, config_of

@@ -16,12 +16,11 @@ from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits, encode
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
-from argosy_router.discovery.source import snapshot_of
+from argosy_router.discovery.sources import snapshot_of
+from argosy_router.fair_queue import Entry, FairQueue
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.fleet.service import Service
-from argosy_router.flow_control.fair_queue import FairQueue
-from argosy_router.flow_control.queued_request import Entry
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service

@@ -8,8 +8,8 @@ import pytest
 
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
-from argosy_router.discovery import model_discovery
-from argosy_router.proxy.request.model_names import may_use
+from argosy_router.discovery import sources
+from argosy_router.proxy.call import may_use
 
 from .discovered_fleet import PROMPT, routing
 from .fake_engine import Connection, FakeEngine, Received, completion, event
@@ -90,7 +90,7 @@ async def test_models_are_listed_with_their_adapters() -> None:
 
 
 async def test_an_adapter_that_is_loaded_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
+    monkeypatch.setattr(sources, "RECHECK_S", 0.005)
     engine = vllm()
     async with routing(engine) as r:
         assert (await r.chat(model="tiny:sql")).status_code == 404

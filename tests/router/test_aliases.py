@@ -12,11 +12,11 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import UpstreamLimits
-from argosy_router.discovery import model_discovery
+from argosy_router.discovery import sources
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream import UpstreamTls
 
 from .discovered_fleet import PROMPT, routing
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
@@ -79,7 +79,7 @@ async def test_prefixes_of_an_alias_are_the_model_s() -> None:
 
 
 async def test_a_name_that_all_replicas_list_is_an_ordinary_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
+    monkeypatch.setattr(sources, "RECHECK_S", 0.005)
     plain, named = engine(), engine("small")
     async with routing(plain, named) as r:
         assert partial(r) == {"small"}
@@ -127,7 +127,7 @@ async def test_a_list_of_very_many_names_is_not_used_and_costs_no_other_replica_
         engines = [await stack.enter_async_context(each) for each in (hostile, *halves, engine("small"))]
         published: list[FleetSnapshot] = []
         wheel = TimerWheel(asyncio.get_running_loop())
-        discovery = model_discovery.ModelDiscovery("static", "", wheel, UpstreamTls(), published.append)
+        discovery = sources.ModelDiscovery("static", "", wheel, UpstreamTls(), published.append)
         discovery.set_members([Member(f"r{number}", "", each.url) for number, each in enumerate(engines)])
         await until(lambda: not published[-1].unasked and published[-1].unheard == 1)
         services = {each.model: each for each in published[-1].document.services}

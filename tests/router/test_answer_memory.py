@@ -8,14 +8,10 @@ import tracemalloc
 
 import pytest
 
-from argosy_batch import answer_memory
-from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_batch.input_lines import decode_line
-from argosy_batch.line_pace import LinePace
-from argosy_batch.line_request import LineAnswer, LineRequests
-from argosy_batch.line_waits import LineWaits
-from argosy_batch.output_lines import answered
-from argosy_batch.router_client import RouterClient
+from argosy_batch import router_client
+from argosy_batch.batch_lines import LineAnswer, answered, decode_line
+from argosy_batch.line_requests import LinePace, LineRequests, LineWaits
+from argosy_batch.router_client import AnswerMemory, HeldAnswer, RouterClient
 
 from .batch_rig import line
 from .harness import until
@@ -23,7 +19,7 @@ from .harness import until
 
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(router_client, "MAX_HELD_BYTES", 100)
 
 
 class Reading:

@@ -6,9 +6,8 @@ import hashlib
 
 import pytest
 
-from argosy_router.auth.accounts import AnonymousAccount
-from argosy_router.auth.key_table import KeyFileError, KeyTable, parse_line
-from argosy_router.ratelimit.key_limits import RateLimited
+from argosy_router.auth.accounts import AnonymousAccount, RateLimited
+from argosy_router.auth.api_keys import KeyFileError, KeyTable, parse_line
 
 from .accounts import account
 

@@ -11,12 +11,9 @@ from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.telemetry import Draining, Load
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import UpstreamTls
-from argosy_router.http.upstream_connection import UpstreamConnection
-from argosy_router.http.upstream_errors import ConnectFailed
-from argosy_router.proxy.resilience import retry_budget
-from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
+from argosy_router.http.upstream import ConnectFailed, ConnectionPool, UpstreamConnection, UpstreamTls
+from argosy_router.proxy import resilience
+from argosy_router.proxy.resilience import MAX_ATTEMPTS
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import DEADLINE_S, Rig, StoppedClock, chat, is_settled, raw, rig, service, until
@@ -145,9 +142,9 @@ async def die_on_request(connection: Connection, request: Received) -> None:
 
 
 async def test_a_stale_connection_is_retried_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "FLOOR_PER_S", 0.0)
-    monkeypatch.setattr(retry_budget, "RATIO", 0.0)
-    monkeypatch.setattr(retry_budget, "MAX_CREDIT", 5.0)
+    monkeypatch.setattr(resilience, "FREE_RETRIES_PER_S", 0.0)
+    monkeypatch.setattr(resilience, "RETRY_RATIO", 0.0)
+    monkeypatch.setattr(resilience, "MAX_RETRY_CREDIT", 5.0)
     engine = FakeEngine(script=die_on_request)
     async with rig([engine]) as r:
         for _ in range(20):

@@ -13,17 +13,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import ObjectStore
-from argosy_batch.storage.owner_usage import Quota
+from argosy_batch.directory_store import DirectoryStore
+from argosy_batch.object_store import ObjectStore, Quota
 from argosy_batch.stored_responses import StoredResponses
 from argosy_protocol.errors import TooManyRequests
 from argosy_protocol.response_history import StoredResponse
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.http.server_interface import Client, ClientListener
-from argosy_router.proxy.request.ended_response import Fields, FoundResponse
-from argosy_router.responses.background_responses import MAX_FOLLOWERS, BackgroundResponses
-from argosy_router.responses.background_run import WRITE_BYTES, BackgroundRun
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.messages import Client, ClientListener
+from argosy_router.proxy.ended_response import Fields, FoundResponse
+from argosy_router.responses.background_responses import (
+    MAX_FOLLOWERS,
+    WRITE_BYTES,
+    BackgroundResponses,
+    BackgroundRun,
+)
 
 from .harness import DEADLINE_S, until
 from .local_responses import local_responses
@@ -335,7 +338,7 @@ async def test_events_that_wait_to_be_adopted_are_dropped_with_the_others(is_dro
     asked: list[bytes] = []
     may_find = asyncio.Event()
 
-    async def find(data: bytes, is_event: bool, fields: Fields) -> FoundResponse:
+    async def find(_: str, data: bytes, is_event: bool, fields: Fields) -> FoundResponse:
         asked.append(data)
         await may_find.wait()
         return FoundResponse()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy_batch.input_lines import MAX_LINE_BYTES, Validation, split_lines, validate
-from argosy_protocol.batch_objects import MAX_ERRORS
+from argosy_batch.batch_lines import MAX_LINE_BYTES, Validation, split_lines, validate
+from argosy_protocol.batch_program import MAX_ERRORS
 
 from .batch_rig import CHATS, line
 

@@ -15,28 +15,25 @@ import msgspec
 import pytest
 
 from argosy_batch import app
-from argosy_batch.answer_memory import AnswerMemory
 from argosy_batch.app import MAX_DOWNLOADS
 from argosy_batch.config import BatchConfig
+from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.main import build_parser, config_of
 from argosy_batch.program import BatchProgram
-from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, RouterClient
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_protocol import object_ids
+from argosy_batch.router_client import MAX_ROOM_BYTES, ROOM_S, AnswerMemory, RouterClient
+from argosy_protocol import batch_program
 from argosy_protocol.batch_program import ACCOUNT, BATCH_KEY_UID, NO_ROOM, ROOM_PATH
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import StorageFull, StorageUnavailable, Unavailable
 from argosy_protocol.fleet import ServiceLimits
-from argosy_protocol.program import supervision
+from argosy_protocol.headers import internal_key
+from argosy_protocol.program import process
 from argosy_protocol.program.flags import InvalidValue
 from argosy_protocol.response_history import StoredResponse
+from argosy_router import batch as batch_client
 from argosy_router.auth.accounts import ANONYMOUS
-from argosy_router.batch import batch_client
-from argosy_router.batch.batch_client import BatchClient
-from argosy_router.batch.forwarded_routes import ForwardedRoutes
+from argosy_router.batch import BatchClient, ForwardedRoutes
 from argosy_router.config import ConfigError, RouterConfig
-from argosy_router.http.messages import Request
-from argosy_router.http.server_interface import ClientListener
+from argosy_router.http.messages import ClientListener, Request
 from argosy_router.responses import response_store
 from argosy_router.responses.response_store import ResponseStore
 
@@ -410,7 +407,7 @@ async def test_an_answer_that_is_lost_evicts_no_holder(
 async def test_a_part_of_the_router_that_fails_is_begun_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervision, "RESTART_S", 0.0)
+    monkeypatch.setattr(process, "RESTART_S", 0.0)
     fails = 2
     async with rig([FakeEngine(script=echo)]) as r:
 
@@ -800,7 +797,9 @@ async def test_what_one_account_waits_for_leaves_room_to_another(
             r.jobs.responses.find = slow  # type: ignore[method-assign]
         name = "file-" if kind == "files" else "resp_"
         path = (
-            "/v1/files" if kind == "files" else f"/v1/responses/{object_ids.new_id(name, time.time(), 60.0)}"
+            "/v1/files"
+            if kind == "files"
+            else f"/v1/responses/{batch_program.new_id(name, time.time(), 60.0)}"
         )
         mine = [asyncio.ensure_future(r.http.get(path)) for _ in range(6)]
         await until(lambda: sum(each.done() for each in mine) == 2)

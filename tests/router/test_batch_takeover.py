@@ -13,24 +13,15 @@ from typing import Any
 
 import pytest
 
-from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_batch.batch_lease import BatchLeases, HeldLease
-from argosy_batch.batch_records import BatchRecords
-from argosy_batch.batch_run import ORPHAN_S, BatchRun, RunContext
-from argosy_batch.batch_runner import BatchRunner
-from argosy_batch.batches_api import BatchesApi
+from argosy_batch.batch_run import ORPHAN_S, BatchRun, BatchRunner, RunContext
+from argosy_batch.batches import BatchesApi, BatchLeases, BatchRecords, HeldLease
+from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.files_api import FilesApi
-from argosy_batch.line_pace import LinePace
-from argosy_batch.line_request import LineRequests
-from argosy_batch.router_client import AccountGone, Attempt
-from argosy_batch.storage.blob_store import Blob, BlobEntry
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import ObjectStore, owner_of
-from argosy_batch.storage.owner_usage import Quota
-from argosy_batch.storage.quarantine import Quarantine
-from argosy_protocol.batch_objects import StoredBatch, decode_create, new_batch
+from argosy_batch.line_requests import LinePace, LineRequests
+from argosy_batch.object_store import Blob, BlobEntry, ObjectStore, Quarantine, Quota, owner_of
+from argosy_batch.router_client import AccountGone, AnswerMemory, Attempt, HeldAnswer
+from argosy_protocol.batch_program import StoredBatch, StoredFile, decode_create, new_batch
 from argosy_protocol.errors import StorageUnavailable
-from argosy_protocol.file_objects import StoredFile
 
 from .batch_rig import CHATS, lines
 from .fake_engine import completion

@@ -11,9 +11,9 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from openai.types import Batch
 
-from argosy_batch import answer_memory, line_waits
-from argosy_batch.answer_memory import AnswerMemory, HeldAnswer
-from argosy_batch.batch_runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
+from argosy_batch import line_requests, router_client
+from argosy_batch.batch_run import MAX_RUNNING, MAX_RUNNING_OF_OWNER
+from argosy_batch.router_client import AnswerMemory, HeldAnswer
 from argosy_protocol.fleet import ServiceLimits
 
 from .batch_rig import DEADLINE_S, line, lines, official, results, start_batch, stored
@@ -262,7 +262,7 @@ async def test_many_batches_of_one_key_leave_room_to_run_those_of_another(tmp_pa
 async def test_batches_that_only_wait_yield_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:
-    monkeypatch.setattr(line_waits, "YIELD_AFTER_S", 0.0)
+    monkeypatch.setattr(line_requests, "YIELD_AFTER_S", 0.0)
     looked = asyncio.Event()
     may_answer = False
     most = 0
@@ -323,7 +323,7 @@ async def test_answers_of_all_batches_share_a_bound_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, pieces, limit = 4_000_000, 40, 3_000_000
-    monkeypatch.setattr(answer_memory, "MAX_HELD_BYTES", limit)
+    monkeypatch.setattr(router_client, "MAX_HELD_BYTES", limit)
     held: list[int] = []
     add = AnswerMemory.add
 

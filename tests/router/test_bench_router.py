@@ -89,7 +89,7 @@ def test_ours_is_compared_with_the_better_setting_of_each_figure() -> None:
 def _clocked_engine() -> Any:
     from simulated_engine_server import ClockedEngine
 
-    from argosy_router.simulation.simulated_engine import EngineModel
+    from argosy_router.simulation import EngineModel
 
     return ClockedEngine("epoch", EngineModel(prefill_tokens_per_s=1e6, decode_step_s=1e-4))
 
@@ -98,7 +98,7 @@ async def _computed(engine: Any, prompt: str) -> int:
     """Cached tokens of a prompt that a clocked engine computes."""
     from prompts import as_trace
 
-    from argosy_router.simulation.simulated_engine import Job
+    from argosy_router.simulation import Job
 
     ended = asyncio.get_running_loop().create_future()
     engine.submit(
@@ -130,7 +130,7 @@ def test_the_engines_that_leave_are_those_that_the_operator_would_mark(
     import scaling_fleet
 
     from argosy_protocol.fleet import decode_fleet
-    from argosy_protocol.load_report import LoadReport, ReplicaLoadReport, ServiceLoadReport
+    from argosy_protocol.reports import LoadReport, ReplicaLoadReport, ServiceLoadReport
 
     values = {901: {1: 9.0, 2: 1.0, 3: 5.0, 4: 2.0}, 902: {1: 0.0, 2: 2.0, 3: 5.0, 4: 8.0}}
 

@@ -12,14 +12,13 @@ from argosy_protocol.errors import Unavailable
 from argosy_protocol.fleet import FleetService, ServiceLimits
 from argosy_protocol.telemetry import Hello
 from argosy_router.auth.accounts import ANONYMOUS
-from argosy_router.fleet.capacity import BATCHES_PER_REPLICA, NO_LIMIT
-from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.replica_key import ServiceKeys
+from argosy_router.fair_queue import QueuedRequest
+from argosy_router.fleet.candidates import BATCHES_PER_REPLICA, NO_LIMIT
+from argosy_router.fleet.replica import Member, Replica, ServiceKeys
 from argosy_router.fleet.service import Service
-from argosy_router.flow_control.queued_request import QueuedRequest
-from argosy_router.flow_control.service_queue import NAMES_PER_TICK, Bounds, ServiceQueue
-from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
-from argosy_router.simulation.simulator import unused_pool
+from argosy_router.flow_control import NAMES_PER_TICK, Bounds, ServiceQueue
+from argosy_router.prefixes import ReplicaPrefixes
+from argosy_router.simulation import unused_pool
 
 HELLO = Hello(
     epoch="e",
@@ -126,9 +125,9 @@ def test_the_capacity_is_that_of_a_look_at_every_replica(limit: int, steps: list
                 assert found == expected(routable, limit, account)
 
 
-class Waiting(QueuedRequest):
+class Waiting:
     def __init__(self, made: Service, name: str) -> None:
-        super().__init__(ANONYMOUS, 0, 1.0, 1, name)
+        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, name, 1, self.admit, self.refuse)
         self._made = made
         self.is_sent = False
 
@@ -156,16 +155,16 @@ def test_a_tick_computes_the_rooms_that_have_changed(replicas: int) -> None:
         made.candidates.can_take,
     )
     waiting = [Waiting(made, f"adapter-{number % names}") for number in range(200)]
-    for request in waiting:
-        assert not queue.try_admit(0.0, request.name)
-        queue.enqueue(request, 0.0)
+    for each in waiting:
+        assert not queue.try_admit(0.0, each.request.name)
+        queue.enqueue(each.request, 0.0)
     queue.tick(0.0)
     computed = made.candidates.num_rooms_computed
     assert computed == (1 + names) * replicas, "once for each name, as nothing has changed"
     for charge in charges[-admitted:]:
         charge.release()
     queue.tick(0.0)
-    assert sum(request.is_sent for request in waiting) == admitted
+    assert sum(each.is_sent for each in waiting) == admitted
     changes = admitted // 2 + admitted  # each replica that has room again, and each request that is sent
     assert made.candidates.num_rooms_computed - computed <= changes * (1 + names)
 
@@ -186,12 +185,12 @@ def test_a_tick_looks_at_some_of_many_names() -> None:
         made.candidates.can_take,
     )
     waiting = [Sent(f"adapter-{number}") for number in range(names)]
-    for request in waiting:
-        queue.enqueue(request, 0.0)
+    for each in waiting:
+        queue.enqueue(each.request, 0.0)
     for charge in charges:
         charge.release()
     ticks = 0
-    while not all(request.is_sent for request in waiting):
+    while not all(each.is_sent for each in waiting):
         computed = made.candidates.num_rooms_computed
         sent = queue.tick(1.0 + ticks / 10.0, most)
         assert made.candidates.num_rooms_computed - computed <= 3 * NAMES_PER_TICK * replicas
@@ -201,9 +200,9 @@ def test_a_tick_looks_at_some_of_many_names() -> None:
     assert queue.num_queued == 0
 
 
-class Sent(QueuedRequest):
+class Sent:
     def __init__(self, name: str) -> None:
-        super().__init__(ANONYMOUS, 0, 1.0, 1, name)
+        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, name, 1, self.admit, self.refuse)
         self.is_sent = False
 
     def admit(self) -> None:

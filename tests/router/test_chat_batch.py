@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from argosy_protocol.chat_batch import decode_batch_request
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.prompt_segments import prompt_segments
-from argosy_router.proxy.request.token_estimate import estimate_of, outputs_of
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
+from argosy_protocol.openai import decode_batch_request
+from argosy_router.proxy.request_body import TokenEstimate, outputs_of
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import is_settled, rig
@@ -54,5 +53,5 @@ async def test_the_cached_prompts_of_its_chats_attract_a_batch() -> None:
 
 def test_every_chat_is_a_sequence() -> None:
     batch = decode_batch_request(json.dumps({"messages": CHATS * 3, "max_completion_tokens": 7}).encode())
-    estimate = estimate_of(outputs_of(batch), 100, 50.0)
+    estimate = TokenEstimate(outputs_of(batch), 100, 50.0)
     assert (estimate.sequences, estimate.total) == (6, 142)

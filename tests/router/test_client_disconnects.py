@@ -11,9 +11,8 @@ import pytest
 from argosy_protocol.errors import ApiError
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import STEPS_PER_TURN, TimerWheel
-from argosy_router.http.messages import Request
+from argosy_router.http.messages import Client, Request
 from argosy_router.http.server_connection import ServerConnection, ServerState
-from argosy_router.http.server_interface import Client
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import DEADLINE_S, chat, raw, rig

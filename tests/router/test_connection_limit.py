@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from argosy_router.config import ConfigError, ServerLimits
-from argosy_router.http import connection_limit
-from argosy_router.http.connection_limit import (
+from argosy_router.http import limits as connection_limit
+from argosy_router.http.limits import (
     GRACE_S,
     MAX_DEFAULT,
     MIN_DEFAULT,

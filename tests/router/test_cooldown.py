@@ -9,9 +9,9 @@ import pytest
 
 from argosy_protocol.errors import ResourceUnavailable
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, ReplicaHealth
-from argosy_router.proxy.resilience import retry_budget
-from argosy_router.proxy.resilience.retry_state import MAX_ATTEMPTS
+from argosy_router.fleet.health import CONSECUTIVE_FAILURES, ReplicaHealth
+from argosy_router.proxy import resilience
+from argosy_router.proxy.resilience import MAX_ATTEMPTS
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally
 from .harness import Rig, chat, rig
@@ -90,12 +90,12 @@ async def test_requests_of_a_busy_kind_leave_retries_to_others(
             connection.end_stream()
 
     for name, value in (
-        ("MAX_CREDIT", 20.0),
-        ("FLOOR_PER_S", 0.0),
-        ("RATIO", 0.0),
+        ("MAX_RETRY_CREDIT", 20.0),
+        ("FREE_RETRIES_PER_S", 0.0),
+        ("RETRY_RATIO", 0.0),
         ("RESERVED_CREDIT", 10.0),
     ):
-        monkeypatch.setattr(retry_budget, name, value)
+        monkeypatch.setattr(resilience, name, value)
     async with rig([FakeEngine(script=refuse) for _ in range(3)], policy="round-robin") as r:
         for number in range(20):
             assert (await r.chat(str(number), stream=True)).status_code == 429

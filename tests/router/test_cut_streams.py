@@ -11,10 +11,9 @@ import pytest
 
 from argosy_protocol.headers import RESUME
 from argosy_router.config import UpstreamLimits
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.proxy.upstream.relay import StreamRelay
-from argosy_router.proxy.upstream.stream_tally import SCAN_BYTES, StreamTally
-from argosy_router.proxy.upstream.usage_scan import without_progress
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.proxy.answer_tokens import SCAN_BYTES, StreamTally, without_progress
+from argosy_router.proxy.relay import StreamRelay
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import Rig, StoppedClock, chat, rig

@@ -20,24 +20,29 @@ from hypothesis import given
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.config import ConfigException
 
-from argosy_protocol.deep_json import TOKENS_PER_STEP
 from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.json_limits import TOKENS_PER_STEP
 from argosy_router.config import UpstreamLimits
-from argosy_router.discovery import dns, kubernetes, model_discovery, reflector
-from argosy_router.discovery.dns import MAX_ADDRESSES, MISSES, DnsDiscovery
-from argosy_router.discovery.file import FileDiscovery
-from argosy_router.discovery.kubernetes import KubernetesDiscovery
-from argosy_router.discovery.model_discovery import GATHER_S, ModelDiscovery
-from argosy_router.discovery.pod_members import Pod, PodMembers, members_of, pod_selectors
+from argosy_router.discovery import kubernetes, reflector, sources
+from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, PodMembers, members_of, pod_selectors
 from argosy_router.discovery.reflector import decoded_in_turns
-from argosy_router.discovery.source import Discovery, revision_of
-from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.discovery.sources import (
+    GATHER_S,
+    MAX_ADDRESSES,
+    MISSES,
+    Discovery,
+    DnsDiscovery,
+    FileDiscovery,
+    ModelDiscovery,
+    StaticDiscovery,
+    revision_of,
+)
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import UpstreamTls
-from argosy_router.proxy.request.model_names import find_service
+from argosy_router.http.upstream import UpstreamTls
+from argosy_router.proxy.call import find_service
 
 from .fake_api_server import DEEP, FakeApiServer
 from .fake_engine import Connection, FakeEngine, Received
@@ -120,7 +125,7 @@ async def test_static_replicas_tell_their_models_when_they_are_up() -> None:
 
 
 async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
+    monkeypatch.setattr(sources, "RECHECK_S", 0.005)
     async with (
         FakeEngine() as engine,
         static(engine) as published,
@@ -138,7 +143,7 @@ async def test_a_static_replica_may_come_back_with_another_model(monkeypatch: py
 async def test_a_static_replica_that_is_away_is_asked_again_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_discovery, "RECHECK_S", 0.005)
+    monkeypatch.setattr(sources, "RECHECK_S", 0.005)
     async with (
         FakeEngine() as engine,
         static(engine) as published,
@@ -146,14 +151,14 @@ async def test_a_static_replica_that_is_away_is_asked_again_soon(
         await until(lambda: "static/tiny" in published.members)
         await engine.stop()
         await until(lambda: "cannot be read" in caplog.text)
-        monkeypatch.setattr(model_discovery, "RECHECK_S", 60.0)
+        monkeypatch.setattr(sources, "RECHECK_S", 60.0)
         engine.model = "other"
         await engine.start()
         await until(lambda: "static/other" in published.members)
 
 
 def test_dead_addresses_are_asked_less_often_but_once_a_second() -> None:
-    pauses = [model_discovery.retry_pause_s(failures, random.Random(failures)) for failures in range(1, 60)]
+    pauses = [sources.retry_pause_s(failures, random.Random(failures)) for failures in range(1, 60)]
     assert pauses[0] <= 0.25
     assert all(0.5 <= pause <= 1.0 for pause in pauses[3:])
     assert len(set(pauses[3:])) > 1, "not all dead addresses at the same moment"
@@ -162,8 +167,8 @@ def test_dead_addresses_are_asked_less_often_but_once_a_second() -> None:
 async def test_a_static_replica_that_does_not_tell_its_models_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
-    caplog.set_level("INFO", logger=model_discovery.__name__)
+    monkeypatch.setattr(sources, "MAX_RETRY_S", 0.005)
+    caplog.set_level("INFO", logger=sources.__name__)
     async with (
         FakeEngine(key="secret") as engine,
         static(engine, key="wrong") as published,
@@ -189,7 +194,7 @@ async def test_a_replica_whose_list_of_models_is_no_text_is_asked_again(
                 return
             await super().handle(connection, request)
 
-    monkeypatch.setattr(model_discovery, "MAX_RETRY_S", 0.005)
+    monkeypatch.setattr(sources, "MAX_RETRY_S", 0.005)
     async with (
         Garbled() as engine,
         static(engine) as published,
@@ -259,7 +264,7 @@ async def test_addresses_are_kept_while_a_name_does_not_resolve() -> None:
 
 
 async def test_an_address_leaves_once_several_answers_were_without_it() -> None:
-    name = dns.ResolvedName(False, "engines", 80)
+    name = sources.ResolvedName(False, "engines", 80)
     name.answered(["10.0.0.1", "10.0.0.2"])
     for _ in range(MISSES - 1):
         name.answered(["10.0.0.2"])
@@ -272,7 +277,7 @@ async def test_an_address_leaves_once_several_answers_were_without_it() -> None:
 
 
 async def test_addresses_of_both_families_and_their_bound() -> None:
-    name = dns.ResolvedName(True, "engines", 443)
+    name = sources.ResolvedName(True, "engines", 443)
     name.answered(["fd00::1", "10.0.0.1"])
     assert [member.url for member in name.members()] == ["https://10.0.0.1:443", "https://[fd00::1]:443"]
     for start in range(0, 3 * MAX_ADDRESSES, 700):
@@ -326,7 +331,7 @@ async def test_a_name_that_resolves_late_is_known_within_two_seconds(monkeypatch
         pauses.append(seconds)
         await sleep(0.001)
 
-    monkeypatch.setattr(dns.asyncio, "sleep", noted)
+    monkeypatch.setattr(sources.asyncio, "sleep", noted)
     zone = Zone()
     wheel = TimerWheel(asyncio.get_running_loop())
     async with FakeEngine() as engine:
@@ -342,7 +347,7 @@ async def test_a_name_that_resolves_late_is_known_within_two_seconds(monkeypatch
 
 
 async def test_the_system_resolves() -> None:
-    assert set(await dns.system_resolver("localhost", 80)) & {"127.0.0.1", "::1"}
+    assert set(await sources.system_resolver("localhost", 80)) & {"127.0.0.1", "::1"}
 
 
 # file

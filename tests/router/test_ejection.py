@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from argosy_router.config import UpstreamLimits
-from argosy_router.fleet.health.ejection_limits import panics
-from argosy_router.fleet.health.replica_health import BASE_EJECTION_S, ReplicaHealth
-from argosy_router.fleet.links import telemetry_client
+from argosy_router.fleet import telemetry
+from argosy_router.fleet.health import BASE_EJECTION_S, ReplicaHealth, panics
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import DEADLINE_S, StoppedClock, rig
@@ -45,7 +44,7 @@ async def test_dead_processes_leave_the_choice_whatever_their_number() -> None:
 
 
 async def test_silence_ejects_at_most_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry_client, "BACKOFF_CAP_S", 0.01)
+    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 0.01)
     engines = [FakeEngine() for _ in range(4)]
 
     async def no_answer(connection: Connection) -> None:
@@ -55,13 +54,13 @@ async def test_silence_ejects_at_most_half(monkeypatch: pytest.MonkeyPatch) -> N
         replicas = list(r.router.fleet.replicas())
         for engine in engines:
             engine.stream_telemetry = no_answer  # type: ignore[method-assign]
-        await r.pass_time(telemetry_client.STALE_AFTER_S)
+        await r.pass_time(telemetry.STALE_AFTER_S)
         await r.until(lambda: all(replica.health.is_suspect for replica in replicas))
         ejected = []
         for tries in range(2, 10):
             await r.until(lambda tries=tries: all(engine.connections == tries for engine in engines))
             ejected.append(sum(replica.health.is_ejected for replica in replicas))
-            await r.pass_time(telemetry_client.HEAD_TIMEOUT_S)
+            await r.pass_time(telemetry.HEAD_TIMEOUT_S)
         assert max(ejected) == ejected[-1] == 2
 
 
@@ -164,7 +163,7 @@ async def test_a_retry_does_not_mistake_what_it_tried_for_a_panic() -> None:
 
 
 async def test_a_crowded_engine_that_was_silent_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry_client, "BACKOFF_CAP_S", 0.01)
+    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 0.01)
     engines = [FakeEngine(), FakeEngine()]
 
     async def full(connection: Connection) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.embeddings import EmbeddingRequest, encode_vector
-from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
+from argosy_protocol.pooling import EmbeddingRequest, encode_vector
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, rig

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from argosy_batch.config import BatchConfig
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.errors import NO_REASON
-from argosy_protocol.routable_report import ADMIN_KEY_UID
-from argosy_router.observability.line_writer import LineWriter
-from argosy_router.proxy.upstream.attempt_log import RefusalLog, RefusedRequest
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
+from argosy_router.observability.lines import LineWriter
+from argosy_router.proxy.accounting import RefusalLog, RefusedRequest
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import DEADLINE_S, FLEET_KEY, Rig, chat, is_settled, rig

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from argosy.commands.route import main as route_command
+from argosy.commands.admin import route as route_command
 from argosy.errors import CommandError, UsageError
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
 from argosy_protocol.telemetry import Draining, Load
 
 from .announced_chunks import LONG, chain

@@ -17,11 +17,9 @@ import pytest
 from argosy_batch.config import BatchConfig
 from argosy_batch.files_api import MAX_UPLOADS
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
+from argosy_router import ext_proc
 from argosy_router.config import FlowControlLimits, ServerLimits
-from argosy_router.gateway import ext_proc_messages as messages
-from argosy_router.gateway import ext_proc_schema as ext_proc
-from argosy_router.gateway import ext_proc_server
-from argosy_router.gateway.request_intake import GatewayRequest
+from argosy_router.gateway import GatewayRequest
 
 from .fake_engine import MODEL, NORMAL_STREAM, Connection, FakeEngine, Received
 from .harness import Rig, chat, is_settled, rig, service
@@ -443,7 +441,7 @@ async def test_messages_out_of_turn_end_the_stream(message: Any) -> None:
         await r.until(lambda: is_settled(r))
 
 
-@pytest.mark.parametrize("number", [messages.MAX_HEADERS + 1, messages.MAX_BESIDE_BODY_BYTES])
+@pytest.mark.parametrize("number", [ext_proc.MAX_HEADERS + 1, ext_proc.MAX_BESIDE_BODY_BYTES])
 async def test_messages_with_very_many_headers_are_not_read(number: int) -> None:
     """Whoever reached the port could send thirty megabytes of empty ones, without a key: five seconds of the event loop
     and three gigabytes."""
@@ -459,8 +457,8 @@ async def test_messages_with_very_many_headers_are_not_read(number: int) -> None
 
 async def test_connections_that_say_nothing_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them kept a descriptor for two minutes, of which the main port has need."""
-    monkeypatch.setattr(ext_proc_server, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(ext_proc_server, "HANDSHAKE_TIMEOUT_MS", 100)
+    monkeypatch.setattr(ext_proc, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(ext_proc, "HANDSHAKE_TIMEOUT_MS", 100)
     async with rig([FakeEngine()], ext_proc_port=0) as r, envoy(r) as gateway:
         assert r.router.gateway is not None
         opened = [await asyncio.open_connection("127.0.0.1", r.router.gateway.port) for _ in range(16)]
@@ -476,10 +474,10 @@ def test_a_large_body_is_read_and_what_is_beside_it_is_bounded() -> None:
     body = ext_proc.HttpBody(body=b"x" * (4 << 20), end_of_stream=True)
     message = ext_proc.ProcessingRequest(request_body=body)
     message.metadata_context.filter_metadata.add(key="envoy.lb")
-    assert messages.parse(message.SerializeToString()) == message
-    message.metadata_context.filter_metadata.add(key="k" * messages.MAX_BESIDE_BODY_BYTES)
-    with pytest.raises(messages.MessageTooLarge):
-        messages.parse(message.SerializeToString())
+    assert ext_proc.parse(message.SerializeToString()) == message
+    message.metadata_context.filter_metadata.add(key="k" * ext_proc.MAX_BESIDE_BODY_BYTES)
+    with pytest.raises(ext_proc.MessageTooLarge):
+        ext_proc.parse(message.SerializeToString())
 
 
 async def test_bytes_that_are_no_message_end_the_stream() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from argosy_router.auth.accounts import Account
-from argosy_router.flow_control.fair_queue import MAX_PRIORITIES, MIN_FLOWS, FairQueue, QueueFull
-from argosy_router.flow_control.queued_request import Entry
+from argosy_router.fair_queue import MAX_PRIORITIES, MIN_FLOWS, Entry, FairQueue, QueueFull
 
 from .accounts import account
 

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_router.http.sse import MAX_EVENT_BYTES
-from argosy_router.proxy.resilience import retry_budget
+from argosy_router.proxy import resilience
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service
@@ -176,8 +176,8 @@ async def test_a_service_s_retries_are_its_own(monkeypatch: pytest.MonkeyPatch) 
 
 def budget_of(monkeypatch: pytest.MonkeyPatch, retries: float) -> None:
     """Services have this many retries and earn none."""
-    for name, value in (("MAX_CREDIT", retries), ("FLOOR_PER_S", 0.0), ("RATIO", 0.0)):
-        monkeypatch.setattr(retry_budget, name, value)
+    for name, value in (("MAX_RETRY_CREDIT", retries), ("FREE_RETRIES_PER_S", 0.0), ("RETRY_RATIO", 0.0)):
+        monkeypatch.setattr(resilience, name, value)
 
 
 async def test_bad_requests_leave_retries_for_replicas_that_die(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ async def test_bad_requests_leave_retries_for_replicas_that_die(monkeypatch: pyt
     engines = [FakeEngine(script=die), *(FakeEngine(script=failing_on_bad(500)) for _ in range(3))]
     async with rig(engines, policy="round-robin") as r:
         budget_of(monkeypatch, 20.0)
-        monkeypatch.setattr(retry_budget, "RESERVED_CREDIT", 10.0)
+        monkeypatch.setattr(resilience, "RESERVED_CREDIT", 10.0)
         for number in range(30):
             assert (await r.chat(f"{BAD} {number}")).status_code == 500
         assert r.metric('retries_total{model="tiny",reason="status"}') == 10

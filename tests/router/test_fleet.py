@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH, RoutableReport, with_changes
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, REPORT_PATH, RoutableReport, with_changes
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
 from argosy_router.config import FlowControlLimits
 from argosy_router.fleet import fleet
-from argosy_router.fleet.replica_load import MIN_SAMPLE_TOKENS, ReplicaLoad
-from argosy_router.policy.rate_priors import PRIOR
+from argosy_router.fleet.replica import MIN_SAMPLE_TOKENS, ReplicaLoad
+from argosy_router.policy import PRIOR
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import Rig, rig, service

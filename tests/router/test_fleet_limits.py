@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from kubernetes.aio import client as kubernetes_client
 
 from argosy_protocol.fleet import FleetDocument, FleetService, encode_fleet
-from argosy_router.auth.accounts import Account
-from argosy_router.auth.key_table import KeyTable
+from argosy_router.auth.accounts import Account, RateLimited
+from argosy_router.auth.api_keys import KeyTable
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import ConfigError, RouterConfig
 from argosy_router.discovery.kubernetes import KubernetesDiscovery
 from argosy_router.main import build_parser, config_of
-from argosy_router.ratelimit.key_limits import RateLimited
-from argosy_router.ratelimit.token_bucket import PERIOD_S
 from argosy_router.server import Router
+from argosy_router.token_bucket import PERIOD_S
 
 from .fake_api_server import FakeApiServer
 from .fake_engine import FakeEngine

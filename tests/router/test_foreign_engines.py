@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from argosy_router.fleet.links import foreign_poller
-from argosy_router.fleet.links.engine_metrics import parse_load
-from argosy_router.fleet.replica_load import ReplicaLoad
-from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prefixes.replica_prefixes import HISTORY_S, ReplicaPrefixes
+from argosy_router.fleet import foreign_engines
+from argosy_router.fleet.foreign_engines import parse_load
+from argosy_router.fleet.replica import ReplicaLoad
+from argosy_router.prefixes import HISTORY_S, PrefixIndex, ReplicaPrefixes
 
 from .engine_expositions import EXPOSITIONS, SGLANG, vllm
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
@@ -21,7 +20,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 60
 
 @pytest.fixture(autouse=True)
 def polls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_poller, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(foreign_engines, "POLL_INTERVAL_S", 0.005)
 
 
 @pytest.mark.parametrize("name", EXPOSITIONS)
@@ -118,7 +117,7 @@ async def miss_a_poll(r: Rig, slow: Slow, *others: Slow) -> None:
     missed = slow.missed
     await r.until(lambda: slow.kept > missed)
     for _ in range(2):
-        await r.pass_time(foreign_poller.TIMEOUT_S / 2)
+        await r.pass_time(foreign_engines.TIMEOUT_S / 2)
         for each in others:
             await another_poll(r, each)  # so that none of its polls lasts through both halves
     await r.until(lambda: slow.missed > missed)
@@ -136,7 +135,7 @@ async def test_a_busy_one_may_miss_a_poll() -> None:
         await miss_a_poll(r, engine)
         await r.until(lambda: engine.kept == 2)
         assert r.replica(0).is_routable, "one was missed"
-        await r.pass_time(foreign_poller.TIMEOUT_S)
+        await r.pass_time(foreign_engines.TIMEOUT_S)
         await r.until(lambda: not r.replica(0).is_routable)
         engine.is_slow = False
         await r.until(lambda: r.replica(0).is_routable)
@@ -155,7 +154,7 @@ async def test_requests_of_a_frozen_one_move_on() -> None:
     async with rig([frozen, well], policy="round-robin", clock=StoppedClock()) as r:
         answers = [asyncio.create_task(r.chat(str(number))) for number in range(2)]
         await asyncio.wait_for(asked.wait(), DEADLINE_S)
-        for _ in range(foreign_poller.MISSES):
+        for _ in range(foreign_engines.MISSES):
             await miss_a_poll(r, frozen, well)
         assert {(await answer).headers["x-argosy-replica"] for answer in answers} == {"r1"}
         assert r.metric('retries_total{model="tiny",reason="first_byte_timeout"}') == 1
@@ -178,7 +177,7 @@ async def test_streams_of_a_silent_one_keep_their_own_deadline() -> None:
         rig([silent, well], policy="round-robin", clock=StoppedClock()) as r,
         r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer,
     ):
-        for _ in range(foreign_poller.MISSES + 2):
+        for _ in range(foreign_engines.MISSES + 2):
             await miss_a_poll(r, silent, well)
         assert not r.replica(0).is_routable
         go_on.set()

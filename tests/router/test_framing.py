@@ -11,7 +11,7 @@ import pytest
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.request_reader import Phase
-from argosy_router.observability.line_writer import LineWriter
+from argosy_router.observability.lines import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received
 from .framing_corpus import BODY, GOOD, HEAD, HOST, LENGTH, OFFER, REFUSED, SMUGGLED, TYPE

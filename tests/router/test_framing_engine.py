@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState as EngineState
 
 from argosy_router.http.messages import Request, status_line
-from argosy_router.proxy.request.header_policy import forwarded
+from argosy_router.proxy.call import forwarded_headers
 
 from .framing_corpus import REFUSED, SMUGGLED
 from .framing_streams import streams
@@ -75,7 +75,7 @@ class Forwarder(Recorder):
     def on_request(self, connection: Any, request: Request) -> None:
         self.sent.append(
             b"POST /v1/completions HTTP/1.1\r\nhost: engine\r\n%bcontent-length: %d\r\n\r\n%b"
-            % (forwarded(request.headers), len(request.body), request.body)
+            % (forwarded_headers(request.headers), len(request.body), request.body)
         )
         super().on_request(connection, request)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import InternalServerError
 
-from argosy_batch.storage import directory_store
+from argosy_batch import directory_store
 
 from .batch_rig import DEADLINE_S, lines, official, results, start_batch, stored
 from .fake_engine import FakeEngine

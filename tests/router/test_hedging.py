@@ -10,7 +10,7 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import UpstreamLimits
-from argosy_router.proxy.resilience import hedging
+from argosy_router.proxy import resilience
 
 from .fake_engine import Connection, Received, Script, answer_normally
 from .harness import DEADLINE_S, is_settled, raw, read_all, service
@@ -277,8 +277,8 @@ async def test_a_stream_that_was_hedged_can_still_move_on() -> None:
 
 
 async def test_each_client_gets_one_answer_whatever_two_attempts_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedging, "SHARE", 1.0)
-    monkeypatch.setattr(hedging, "FLOOR_S", 0.001)
+    monkeypatch.setattr(resilience, "HEDGED_SHARE", 1.0)
+    monkeypatch.setattr(resilience, "MIN_FIRST_TOKEN_S", 0.001)
     mood = random.Random(7)
     arrivals: Counter[str] = Counter()
     all_hedged = asyncio.Event()

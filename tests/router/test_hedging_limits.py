@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
+from argosy_router import flow_control
 from argosy_router.config import ConfigError
-from argosy_router.flow_control import controller
 from argosy_router.main import build_parser, config_of
-from argosy_router.proxy.resilience import hedging
+from argosy_router.proxy import resilience
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, StoppedClock, is_settled, rig, service
@@ -41,7 +41,7 @@ async def test_a_slow_fleet_gets_few_hedges() -> None:
         tasks = [asyncio.create_task(r.chat(str(number), stream=True)) for number in range(60)]
         await r.until(lambda: sent(r) >= 60)
         await overdue(r)
-        assert 61 <= sent(r) <= 60 * (1 + hedging.SHARE) + 1
+        assert 61 <= sent(r) <= 60 * (1 + resilience.HEDGED_SHARE) + 1
         slow.go_on.set()
         assert all(is_whole(answer) for answer in await asyncio.gather(*tasks))
         assert is_settled(r)
@@ -55,10 +55,10 @@ async def test_credit_does_not_pile_up() -> None:
         for number in range(3):
             await r.chat(str(number), stream=True)
         (earning,) = credit
-        assert credit[earning] == pytest.approx(1.0 + 3 * hedging.SHARE)
-        credit[earning] = hedging.MAX_CREDIT
+        assert credit[earning] == pytest.approx(1.0 + 3 * resilience.HEDGED_SHARE)
+        credit[earning] = resilience.MAX_HEDGE_CREDIT
         await r.chat(stream=True)
-        assert credit[earning] == hedging.MAX_CREDIT
+        assert credit[earning] == resilience.MAX_HEDGE_CREDIT
         r.discovery.set(FleetDocument(services=(service(r.engines, name="other", uid="uid-2"),)))
         await r.until(lambda: all(replica.is_routable for replica in r.router.fleet.replicas()))
         await r.chat(stream=True)
@@ -147,7 +147,7 @@ async def test_queued_requests_take_precedence_over_hedges() -> None:
         now = r.router.requests.now()
         assert served.candidates.free_sequences(now) > 0
         assert not r.router.flow_control.has_capacity(served, now)
-        await r.pass_time(controller.TICK_S)
+        await r.pass_time(flow_control.TICK_S)
         await r.until(lambda: sent(r) >= 3)
         assert r.router.flow_control.has_capacity(served, now)
         slow.go_on.set()

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.upstream.response_status import Refused
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.proxy.relay import Refused, StreamRelay, UnaryRelay
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import chat, rig

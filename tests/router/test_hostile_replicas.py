@@ -12,15 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy_protocol.bearer_keys import internal_key
-from argosy_protocol.headers import ID_COMMENT
-from argosy_protocol.load_report import LOAD_PATH, LoadReport
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import ID_COMMENT, internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, LoadReport
 from argosy_protocol.telemetry import Cleared, Draining, Hello, Load, Stored, encode_frame, pack_u32, pack_u64
-from argosy_router.fleet.links import telemetry_client
-from argosy_router.fleet.links.engine_metrics import parse_load
-from argosy_router.fleet.links.reported_figures import MAX_REQUESTS, MAX_TOKENS
-from argosy_router.fleet.links.telemetry_budget import (
+from argosy_router.fleet import telemetry
+from argosy_router.fleet.foreign_engines import parse_load
+from argosy_router.fleet.replica import MAX_REQUESTS, MAX_TOKENS
+from argosy_router.fleet.telemetry import (
     CHUNK_BURST,
     CLEAR_BURST,
     CLEARS_PER_S,
@@ -38,16 +36,16 @@ from argosy_router.fleet.links.telemetry_budget import (
     ServiceTelemetryBudget,
     TelemetryBudget,
 )
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.http.fetch import Collector
+from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.sse import READ_BYTES
-from argosy_router.proxy.downstream.model_renaming import RenamingClient
-from argosy_router.proxy.request.ended_response import AdoptedAnswer
-from argosy_router.proxy.request.model_names import Renaming
-from argosy_router.proxy.request.stream_shape import StreamShape
-from argosy_router.proxy.request.token_estimate import Outputs, estimate_of
-from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.upstream.stream_transcript import Transcript
+from argosy_router.http.upstream import Collector
+from argosy_router.proxy.answer import ModelRenaming
+from argosy_router.proxy.answer_tokens import Transcript
+from argosy_router.proxy.call import Renaming
+from argosy_router.proxy.decoded_types import Outputs, StreamShape
+from argosy_router.proxy.ended_response import AdoptedAnswer
+from argosy_router.proxy.relay import StreamRelay, UnaryRelay
+from argosy_router.proxy.request_body import TokenEstimate
 
 from .fake_engine import FakeEngine
 from .harness import Rig, rig
@@ -234,20 +232,6 @@ def test_what_comes_a_few_bytes_at_a_time_takes_what_it_counts(is_stream: bool) 
     assert kept < 1 << 19
 
 
-class Recorded:
-    """A client that keeps what it is sent."""
-
-    sent = b""
-
-    def send(self, data: bytes) -> None:
-        self.sent = data
-
-    def unexpected(self, *_: object) -> None:
-        raise AssertionError
-
-    attach = respond = start = finish = abort = unexpected
-
-
 def test_an_event_full_of_names_is_renamed_up_to_a_bound() -> None:
     """Another engine's id of the response is a tenth as long as the router's: an event of 64 MiB took ten times as
     much, uncounted; and four megabytes of models a tenth of a second."""
@@ -257,17 +241,16 @@ def test_an_event_full_of_names_is_renamed_up_to_a_bound() -> None:
     assert adopted.is_foreign
     assert renamed.startswith(b'data: {"id":"resp_aaa')
     assert len(renamed) < 1.1 * len(event)
-    client = Recorded()
-    RenamingClient(client, Renaming("x", "much longer")).send(b'"model":"x",' * 100_000)
-    assert client.sent.startswith(b'"model":"much longer","model":"much longer",')
-    assert client.sent.count(b"much longer") < 50_000
+    renamed = ModelRenaming(Renaming("x", "much longer")).piece(b'"model":"x",' * 100_000)
+    assert renamed.startswith(b'"model":"much longer","model":"much longer",')
+    assert renamed.count(b"much longer") < 50_000
 
 
 @pytest.mark.parametrize("limit", [None, 5])
 def test_a_negative_length_of_a_model_returns_no_tokens_to_a_key(limit: int | None) -> None:
     """An answer without usage counts by what its replica can have generated, with the length of its model at most: a
     negative one filled the bucket of the key, whose other requests went to other services."""
-    estimate = estimate_of(Outputs(3, limit, 1.0), 10, 20.0)
+    estimate = TokenEstimate(Outputs(3, limit, 1.0), 10, 20.0)
     assert estimate.generated_in(1.0, 0.01, -(10**12)) == 10
     assert estimate.unsent_in(1.0, 0.01, 0, 100, -(10**12)) == 0
 
@@ -363,12 +346,12 @@ async def test_streams_that_end_at_once_are_asked_for_ever_less_often(
             pauses.append(seconds)
             await sleep(0.001)
 
-        monkeypatch.setattr(telemetry_client.asyncio, "sleep", noted)
+        monkeypatch.setattr(telemetry.asyncio, "sleep", noted)
         for _ in range(8):
             syncs = r.replica(0).syncs
             r.engines[0].cut_telemetry()
             await r.until(lambda syncs=syncs: r.replica(0).syncs > syncs)
-    assert max(pauses) >= 4 * telemetry_client.BACKOFF_BASE_S
+    assert max(pauses) >= 4 * telemetry.BACKOFF_BASE_S
 
 
 def test_a_budget_lasts_and_refills() -> None:

@@ -6,9 +6,14 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from argosy_router.prefixes.index import SHARDS, PrefixIndex
-from argosy_router.prefixes.replica_prefixes import MAX_SPECULATIVE_TTL_S, SPECULATIVE_TTL_S, ReplicaPrefixes
-from argosy_router.prefixes.table import SCRUB_STEP, ChunkTable
+from argosy_router.native.substitutes import SCRUB_STEP, ChunkTable
+from argosy_router.prefixes import (
+    MAX_SPECULATIVE_TTL_S,
+    SHARDS,
+    SPECULATIVE_TTL_S,
+    PrefixIndex,
+    ReplicaPrefixes,
+)
 
 REPLICAS = 4
 CHAINS = [[chain * 1000 + depth for depth in range(1, 8)] for chain in range(3)]

@@ -12,9 +12,7 @@ from hypothesis import given
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import MIN_INDEX_MEMORY
-from argosy_router.prefixes.index import MAX_SPECULATIVE, SHARDS, PrefixIndex
-from argosy_router.prefixes.index_memory import shares
-from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.prefixes import MAX_SPECULATIVE, SHARDS, PrefixIndex, ReplicaPrefixes, shares
 
 from .fake_engine import FakeEngine
 from .harness import rig, service

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from argosy_protocol.fleet import FleetDocument, ServiceLimits
+from argosy_router import flow_control
 from argosy_router.fleet.replica import Replica
-from argosy_router.flow_control import controller
-from argosy_router.proxy.resilience import hedging
+from argosy_router.proxy import resilience
 
 from .fake_engine import MODEL, Connection, Received, completion
 from .harness import DEADLINE_S, Rig, StoppedClock, service
@@ -159,7 +159,7 @@ class Play:
             for attempt in list(self.stage.attempts):
                 if attempt.is_open:
                     attempt.say(2)
-            await self.r.pass_time(controller.TICK_S)  # a queued request learns of capacity
+            await self.r.pass_time(flow_control.TICK_S)  # a queued request learns of capacity
         for client, choices in self._clients.items():
             if not client.cancelled():
                 self.happened[check(client.result(), choices)] += 1
@@ -218,7 +218,7 @@ class Play:
 
     async def _wait(self) -> None:
         """Until streams without an answer are overdue."""
-        await self.r.pass_time(hedging.FLOOR_S)
+        await self.r.pass_time(resilience.MIN_FIRST_TOKEN_S)
 
     async def _crash(self) -> None:
         engine = self._rng.choice(self.r.engines)
@@ -275,7 +275,7 @@ def check(answer: httpx.Response, choices: int) -> str:
 async def test_any_interleaving_ends_well(
     batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hedging, "SHARE", 1.0)
+    monkeypatch.setattr(resilience, "HEDGED_SHARE", 1.0)
     happened: Counter[str] = Counter()
     for seed in range(RUNS * batch, RUNS * (batch + 1)):
         stage = Stage()

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_router.config import ConfigError, FlowControlLimits
 from argosy_router.main import build_parser, config_of
-from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
+from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, answer_normally, event
 from .harness import Rig, chat, rig

@@ -15,7 +15,7 @@ from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
 from argosy_router.http.messages import Request
-from argosy_router.proxy.request.model_names import names_for
+from argosy_router.proxy.call import names_for
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, chat, raw, rig, service
@@ -74,9 +74,9 @@ async def test_streams_count_though_their_client_wants_no_usage(tmp_path: Path) 
 
 def first_prompt(r: Rig) -> int:
     """Tokens the router takes the prompt of `chat()` for."""
-    from argosy_router.prompts.prompt_hash import measure
-    from argosy_router.proxy.request.call_decoding import prompt_of
-    from argosy_router.proxy.request.examination import examine
+    from argosy_router.prefixes import measure
+    from argosy_router.proxy.call import prompt_of
+    from argosy_router.proxy.request_body import examine
 
     tiny = r.router.fleet.service_of(MODEL)
     assert tiny is not None

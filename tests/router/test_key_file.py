@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy_router.auth.key_file import ApiKeys
-from argosy_router.auth.key_table import KEYS_PER_STEP, KeyTable
+from argosy_router.auth.api_keys import KEYS_PER_STEP, ApiKeys, KeyTable
 
 from .fake_engine import FakeEngine
 from .harness import DEADLINE_S, Rig, rig, until

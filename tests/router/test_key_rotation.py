@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, REPORT_PATH
+from argosy_router import server
 from argosy_router.config import ConfigError
 from argosy_router.fleet import fleet as fleet_module
-from argosy_router.fleet import key_rotation
-from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
+from argosy_router.fleet.replica import ReplicaKey, ServiceKeys
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import DEADLINE_S, Rig, rig, service, until
@@ -166,13 +166,13 @@ async def test_a_replica_that_hangs_delays_no_look_at_the_keys(
 
     class Hanging(FakeEngine):
         async def handle(self, connection: Connection, request: Received) -> None:
-            if request.path == key_rotation.PROBE_PATH:
+            if request.path == server.KEY_PROBE_PATH:
                 asked.set()
                 await connection.gone()
                 raise ConnectionResetError
             await super().handle(connection, request)
 
-    monkeypatch.setattr(key_rotation, "TIMEOUT_S", 600.0)
+    monkeypatch.setattr(server, "KEY_PROBE_TIMEOUT_S", 600.0)
     replica = Hanging(keys=frozenset((OLD_KEY,)))
     async with rig([replica], fleet_key_dir=mount.path, admin_port=0) as r:
         mount.write(NEW)

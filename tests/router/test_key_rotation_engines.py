@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService
+from argosy_protocol.headers import internal_key
 from processes import Server, free_port, running
 
 from .harness import rig, until

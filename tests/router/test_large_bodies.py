@@ -20,17 +20,13 @@ from argosy_protocol.errors import ApiError, Unavailable
 from argosy_protocol.response_history import StoredResponse
 from argosy_router.auth.accounts import BODY_BYTES_PER_S, Account
 from argosy_router.auth.key_terms import KeyTerms
-from argosy_router.http.messages import Request
-from argosy_router.http.server_interface import ClientListener
-from argosy_router.prompts.prompt_hash import Prompt
-from argosy_router.proxy.request.body_process import serve
-from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.request.call_decoding import CallDraft, decode_call
-from argosy_router.proxy.request.ended_response import Fields, FoundResponse, found_response
-from argosy_router.proxy.request.examination import RoutedEndpoint
-from argosy_router.proxy.request.examined import Examined
-from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES, BodyProcess, LargeBodies, is_large
-from argosy_router.proxy.request.token_estimate import TokenEstimate
+from argosy_router.http.messages import ClientListener, Request
+from argosy_router.prefixes import Prompt
+from argosy_router.proxy.call import Call, CallDraft, decode_call, is_large
+from argosy_router.proxy.decoded_types import Examined
+from argosy_router.proxy.ended_response import Fields, FoundResponse, found_response
+from argosy_router.proxy.large_bodies import BodyProcess, LargeBodies, serve
+from argosy_router.proxy.request_body import LARGE_BODY_BYTES, RoutedEndpoint, TokenEstimate
 
 from .accounts import account
 from .fake_engine import MODEL, FakeEngine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from argosy_batch.line_pace import LinePace, PaceClosed
+from argosy_batch.line_requests import LinePace, PaceClosed
 
 from .harness import until
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet.links import foreign_poller
-from argosy_router.fleet.links.engine_metrics import parse_load
-from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prompts.prompt_length_model import PRIOR_BYTES_PER_TOKEN
+from argosy_router.fleet import foreign_engines
+from argosy_router.fleet.foreign_engines import parse_load
+from argosy_router.prefixes import PRIOR_BYTES_PER_TOKEN, PrefixIndex
 
 from .engine_expositions import EXPOSITIONS, vllm
 from .fake_engine import Connection, FakeEngine, Received, completion
@@ -99,7 +98,7 @@ async def test_unary_traffic_does_not_make_a_foreign_replica_look_ever_fuller() 
 
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_poller, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(foreign_engines, "POLL_INTERVAL_S", 0.005)
 
 
 def polls(r: Rig) -> float:

@@ -7,13 +7,19 @@ import asyncio
 import msgspec
 import pytest
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument
-from argosy_protocol.load_report import LOAD_PATH, TTFT_BOUNDS_S, TTFT_WINDOW_S, LoadReport, ServiceLoadReport
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import (
+    ADMIN_KEY_UID,
+    LOAD_PATH,
+    TTFT_BOUNDS_S,
+    TTFT_WINDOW_S,
+    LoadReport,
+    ServiceLoadReport,
+)
 from argosy_router.config import FlowControlLimits
-from argosy_router.fleet.cache_value import RECENT_S, CacheValue, hit_value
-from argosy_router.fleet.demand import Demand
+from argosy_router.fleet.replica import CACHE_VALUE_WINDOW_S, CacheValue, hit_value
+from argosy_router.fleet.service import Demand
 
 from .fake_engine import Connection, FakeEngine, Received, event
 from .harness import Rig, chat, rig, service
@@ -170,7 +176,7 @@ def test_a_hit_counts_for_what_no_other_replica_holds(
 def test_old_hits_lose_their_value() -> None:
     cache = CacheValue()
     cache.add(600.0, 0.0)
-    assert cache.rate(0.0) == pytest.approx(600.0 / RECENT_S)
+    assert cache.rate(0.0) == pytest.approx(600.0 / CACHE_VALUE_WINDOW_S)
     cache.add(600.0, 0.0)
     fresh = cache.rate(0.0)
-    assert cache.rate(RECENT_S) == pytest.approx(fresh / 2.718281828)
+    assert cache.rate(CACHE_VALUE_WINDOW_S) == pytest.approx(fresh / 2.718281828)

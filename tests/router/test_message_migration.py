@@ -11,9 +11,8 @@ import pytest
 from argosy_protocol.anthropic import MESSAGE_STOP, error_event
 from argosy_protocol.errors import ApiError, InternalError, Unavailable
 from argosy_protocol.headers import IN_COMMENTS, RESUME
-from argosy_router.proxy.request.stream_shape import StreamShape
-from argosy_router.proxy.upstream.message_transcript import MessageTranscript
-from argosy_router.proxy.upstream.stream_transcript import READ_BYTES
+from argosy_router.proxy.answer_tokens import PARSED_TOGETHER_BYTES, MessageTranscript
+from argosy_router.proxy.decoded_types import StreamShape
 from message_events import message, parsed
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
@@ -226,4 +225,4 @@ def test_a_long_stream_is_read_in_time() -> None:
     part = lines([delta(0, "text_delta", "text", "x" * 1000)], [5])[0]
     for _ in range(100):
         transcript.add(part)
-    assert transcript.num_tokens > 100 - READ_BYTES // len(part) - 2
+    assert transcript.num_tokens > 100 - PARSED_TOGETHER_BYTES // len(part) - 2

@@ -14,12 +14,10 @@ import httpx
 import msgspec
 import pytest
 
-from argosy_protocol.anthropic import decode_messages_request
-from argosy_protocol.anthropic_chat import as_chat
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.prompt_segments import prompt_segments
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.proxy.upstream.relay import StreamRelay
+from argosy_protocol.anthropic import as_chat, decode_messages_request
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.proxy.relay import StreamRelay
 from message_events import message, parsed
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received

@@ -16,9 +16,10 @@ from argosy_protocol.headers import IN_COMMENTS, RESPONSE_ID, RESUME
 from argosy_protocol.openai import CompletionRequest, StreamOptions
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.sse import without_token_ids
-from argosy_router.proxy.request.stream_shape import StreamShape, resumable_shape
-from argosy_router.proxy.upstream import stream_transcript
-from argosy_router.proxy.upstream.stream_transcript import Transcript
+from argosy_router.proxy import answer_tokens
+from argosy_router.proxy.answer_tokens import Transcript
+from argosy_router.proxy.decoded_types import StreamShape
+from argosy_router.proxy.request_body import resumable_shape
 
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received
 from .harness import DEADLINE_S, Rig, StoppedClock, chat, rig
@@ -81,7 +82,7 @@ async def test_a_death_at_any_event_leaves_no_trace(path: str, body: dict[str, A
     st.booleans(),
     st.booleans(),
     st.sampled_from(["1", IN_COMMENTS]),
-    st.sampled_from([1, 200, stream_transcript.READ_BYTES]),
+    st.sampled_from([1, 200, answer_tokens.PARSED_TOGETHER_BYTES]),
 )
 def test_transcripts_of_any_pieces_continue_the_stream(
     data: st.DataObject, n: int, has_usage: bool, has_logprobs: bool, resume: str, read_bytes: int
@@ -93,7 +94,7 @@ def test_transcripts_of_any_pieces_continue_the_stream(
     sent: list[bytes] = []
     transcript = Transcript(StreamShape(n, has_usage))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_transcript, "READ_BYTES", read_bytes)
+        patch.setattr(answer_tokens, "PARSED_TOGETHER_BYTES", read_bytes)
         first, lives = True, data.draw(st.integers(1, 4), label="lives")
         for life in range(lives):
             if not first:
@@ -157,7 +158,7 @@ def test_a_stream_is_not_resumed_within_the_echo_of_its_prompt() -> None:
 
 
 def test_a_transcript_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_transcript, "MAX_TOKENS", 3)
+    monkeypatch.setattr(answer_tokens, "MAX_RESUMED_TOKENS", 3)
     transcript = Transcript(StreamShape(1, False))
     for count, resumable in ((3, True), (1, False)):
         ids = ",".join("5" * count)

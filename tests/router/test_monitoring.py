@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from argosy_batch.config import BatchConfig
-from argosy_router.metrics.registry import PREFIX
-from argosy_router.metrics.series import Counter
+from argosy_router.metric_series import Counter
+from argosy_router.metrics import PREFIX
 from monitoring.__main__ import DASHBOARD, OPERATOR_DASHBOARD, OPERATOR_RULES, RULES, render
 from monitoring.grafana import rows
 from monitoring.promql import Registry

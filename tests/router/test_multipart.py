@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy_batch.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartParser, boundary_of
+from argosy_batch.files_api import MAX_HEAD_BYTES, MAX_PARTS, MultipartParser, boundary_of
 from argosy_protocol.errors import BadRequest
 
 BOUNDARY = b"xYz"

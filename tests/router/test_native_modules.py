@@ -17,9 +17,8 @@ from setuptools import Distribution, Extension
 from setuptools.errors import CompileError
 
 from argosy_protocol import chunk_hash
-from argosy_protocol.prompt_segments import Segment, SegmentKind
-from argosy_router.native import chunk_tokens, ranking
-from argosy_router.prefixes import table
+from argosy_protocol.chunk_hash import Segment, SegmentKind
+from argosy_router.native import substitutes
 from compile_router import ROUTER, in_c
 
 SHARDS = 4
@@ -74,7 +73,7 @@ def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
         assert hashes.typecode == same.typecode
         assert hashes == same
         sizes = [len(data) for _, data in prompt]
-        tokens, same = (room.chunk_tokens(sizes, bytes_per_token) for room in (hashing, chunk_tokens))
+        tokens, same = (room.chunk_tokens(sizes, bytes_per_token) for room in (hashing, substitutes))
         assert tokens.typecode == same.typecode
         assert tokens == same
         assert len(tokens) == len(hashes)
@@ -83,7 +82,7 @@ def test_hashes_and_tokens(native: Callable[[str], ModuleType]) -> None:
 
 
 def test_tokens_fit_their_items(native: Callable[[str], ModuleType]) -> None:
-    for room in (native("_hashing"), chunk_tokens):
+    for room in (native("_hashing"), substitutes):
         assert list(room.chunk_tokens([0, 3], 1e-10)) == [0, 2**32 - 1]
 
 
@@ -98,7 +97,7 @@ def test_ranking(native: Callable[[str], ModuleType]) -> None:
 
     @given(st.lists(st.binary(max_size=40), min_size=1), st.integers(0, 2**64 - 1))
     def agree(names: list[bytes], key: int) -> None:
-        assert hashing.first_ranked(names, key) == ranking.first_ranked(names, key)
+        assert hashing.first_ranked(names, key) == substitutes.first_ranked(names, key)
 
     agree()
     with pytest.raises(ValueError, match="no name"):
@@ -140,7 +139,7 @@ class Tables(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
-        self.tables = [table.ChunkTable(SHARDS), self.make_native(SHARDS)]
+        self.tables = [substitutes.ChunkTable(SHARDS), self.make_native(SHARDS)]
         self.live: set[int] = set()
         for each in self.tables:
             each.resize(10_000)
@@ -261,7 +260,7 @@ HIGHEST = [0, 63, 64, 65_532, 65_533, 65_534, 65_535, 70_000]
 @pytest.mark.parametrize("first", HIGHEST)
 def test_slots_of_any_number(native: Callable[[str], ModuleType], first: int) -> None:
     """In a list they have 16 bits."""
-    both = [table.ChunkTable(1), native("_table").ChunkTable(1)]
+    both = [substitutes.ChunkTable(1), native("_table").ChunkTable(1)]
     for made in both:
         made.resize(100)
     order = [first, *(number for number in HIGHEST if number != first)]
@@ -390,7 +389,7 @@ def test_arrays_of_something_else_are_type_errors(native: Callable[[str], Module
 
 @pytest.mark.parametrize("nothing", [(), [], array("Q"), memoryview(b"").cast("Q"), range(0)])
 def test_no_chunks(native: Callable[[str], ModuleType], nothing: Any) -> None:
-    for made in (native("_table").ChunkTable(SHARDS), table.ChunkTable(SHARDS)):
+    for made in (native("_table").ChunkTable(SHARDS), substitutes.ChunkTable(SHARDS)):
         made.resize(10)
         made.set_live(0, True)
         made.add(0, nothing, nothing)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from argosy_router import router_document
+from argosy_router import server
 from documented_routes import documented_operations, operations
 
 from .batch_rig import stored
@@ -35,7 +35,7 @@ async def test_the_document_is_made_before_there_are_requests(monkeypatch: pytes
         raise AssertionError
 
     async with rig([FakeEngine()]) as r:
-        monkeypatch.setattr(router_document, "openapi_document", too_late)
+        monkeypatch.setattr(server, "openapi_document", too_late)
         assert (await r.http.get("/openapi.json")).status_code == 200
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES
+from argosy_router.fleet.health import CONSECUTIVE_FAILURES
 
 from .failure_scripts import never_answer
 from .fake_engine import FakeEngine

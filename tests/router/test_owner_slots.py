@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_protocol.owner_slots import OwnerSlots
+from argosy_protocol.program.process import OwnerSlots
 
 
 def taken(slots: OwnerSlots, owner: str, asked: int) -> int:

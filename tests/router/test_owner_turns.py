@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from argosy_protocol.owner_slots import OwnerTurns
+from argosy_protocol.program.process import OwnerTurns
 
 
 async def test_owners_take_turns_and_have_one_place_each() -> None:

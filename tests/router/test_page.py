@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import chromium
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, ModelFetchState
-from argosy_protocol.routable_report import ADMIN_KEY_UID
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import PAGE
-from argosy_router.admin.history import INTERVAL_S, SAMPLES, History, quantile
-from argosy_router.metrics.series import Labels
+from argosy_router.admin.overview import INTERVAL_S, SAMPLES, History, quantile
+from argosy_router.metric_series import Labels
 from chromium import Page, browser
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event

@@ -7,13 +7,21 @@ from collections import Counter
 
 import pytest
 
-from argosy_router.policy import POLICIES, Decision, RouteRequest
-from argosy_router.policy.bounded_load import bound
-from argosy_router.policy.cost import COLD_SLACK, cost
-from argosy_router.policy.policy_interface import Candidate
-from argosy_router.policy.rate_priors import PRIOR, Rates, assumed
-from argosy_router.policy.rendezvous import favourite, weights
-from argosy_router.policy.wait_model import waiting_s
+from argosy_router.policy import (
+    COLD_SLACK,
+    POLICIES,
+    PRIOR,
+    Candidate,
+    Decision,
+    Rates,
+    RouteRequest,
+    assumed,
+    bound,
+    cost,
+    favourite,
+    waiting_s,
+    weights,
+)
 
 
 def candidate(

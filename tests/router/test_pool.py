@@ -11,11 +11,13 @@ import pytest
 
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import STEPS_PER_TURN, TimerWheel
-from argosy_router.http.fetch import Collector
-from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import UpstreamTls
-from argosy_router.http.upstream_connection import UpstreamConnection
-from argosy_router.http.upstream_errors import ConnectFailed
+from argosy_router.http.upstream import (
+    Collector,
+    ConnectFailed,
+    ConnectionPool,
+    UpstreamConnection,
+    UpstreamTls,
+)
 
 from .harness import DEADLINE_S
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.embeddings import EmbeddingRequest
-from argosy_protocol.pooling import PromptFields
-from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
+from argosy_protocol.pooling import EmbeddingRequest, PromptFields
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received
 from .harness import Rig, rig

@@ -13,13 +13,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from argosy_engine.api.observability.telemetry import TelemetryHub
-from argosy_engine.core.kv_cache.block_pool import BlockPool
-from argosy_engine.core.kv_cache.prefix_announcer import PrefixAnnouncer
-from argosy_engine.messages.core_messages import EngineCoreOutputs
+from argosy_engine.core.block_pool import BlockPool, PoolListener
+from argosy_engine.core.prefix_residency import PrefixAnnouncer
+from argosy_engine.messages import EngineCoreOutputs
 from argosy_protocol.telemetry import FrameReader
-from argosy_router.fleet.links.telemetry_client import apply_residency
-from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.fleet.telemetry import apply_residency
+from argosy_router.prefixes import PrefixIndex, ReplicaPrefixes
 from telemetry_hubs import make_hub
 
 CHUNKS = range(1, 4)
@@ -57,7 +56,7 @@ class Router:
                 apply_residency(self._residency, frame)
 
 
-class ResidencyMachine(RuleBasedStateMachine):
+class ResidencyMachine(PoolListener, RuleBasedStateMachine):
     """Truth is a plain mapping block -> chunks, kept beside the announcer."""
 
     @initialize(num_blocks=st.integers(2, 4))
@@ -65,7 +64,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.announcer = PrefixAnnouncer()
         self.truth: dict[int, set[int]] = {}
-        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.pool = BlockPool(num_blocks, self)
         self.held: list[int] = []
         self.num_contents = 0
         self.runner.run(self._begin())
@@ -76,7 +75,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.router.connect()
         await settle()
 
-    def _evicted(self, block_id: int) -> None:
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
         self.truth.pop(block_id, None)
         self.announcer.evict(block_id)
 

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
-from argosy_router.auth.key_table import KeyTable
+from argosy_router.auth.api_keys import KeyTable
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig

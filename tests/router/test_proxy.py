@@ -8,9 +8,8 @@ import json
 import openai
 import pytest
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument
-from argosy_protocol.headers import RESPONSE_ID
+from argosy_protocol.headers import RESPONSE_ID, internal_key
 from argosy_protocol.openai import decode_request
 from argosy_router.fleet.fleet import FleetSnapshot
 from case_tables import wrong_answers

@@ -13,7 +13,7 @@ import pytest
 from argosy_protocol.fleet import Endpoint, FleetDocument, ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.config import FlowControlLimits, ServerLimits
-from argosy_router.fleet.capacity import BATCHES_PER_REPLICA
+from argosy_router.fleet.candidates import BATCHES_PER_REPLICA
 
 from .fake_engine import FakeEngine
 from .harness import StoppedClock, chat, raw, read_all, rig, service

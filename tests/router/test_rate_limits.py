@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_protocol.errors import BadRequest
-from argosy_router.ratelimit.key_limits import RateLimited, Reservation
-from argosy_router.ratelimit.token_bucket import PERIOD_S, TokenBucket, duration
+from argosy_router.auth.accounts import RateLimited, Reservation, duration
+from argosy_router.token_bucket import PERIOD_S, TokenBucket
 
 from .accounts import account
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from argosy_router.config import ConfigError
-from argosy_router.http.read_coalescing import MANY, ReadCoalescer
+from argosy_router.http.server_connection import MANY, ReadCoalescer
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event

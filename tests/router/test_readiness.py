@@ -8,11 +8,11 @@ import pytest
 
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import UpstreamLimits
-from argosy_router.discovery.static import StaticDiscovery
+from argosy_router.discovery.sources import StaticDiscovery
 from argosy_router.fleet import fleet as fleet_module
 from argosy_router.fleet.fleet import Fleet, FleetSnapshot
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.tls import UpstreamTls
+from argosy_router.http.upstream import UpstreamTls
 
 from .fake_engine import Connection, FakeEngine, Received
 from .harness import DEADLINE_S, Rig, rig, service, until

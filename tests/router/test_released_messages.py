@@ -7,10 +7,9 @@ from typing import Any
 
 import jsonschema
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import decode_fleet
-from argosy_protocol.load_report import LOAD_PATH
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH
 from released_formats import released
 
 from .fake_engine import Connection, FakeEngine

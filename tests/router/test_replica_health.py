@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S
-from argosy_router.fleet.health.replica_health import CONSECUTIVE_FAILURES, PROBE_S, ReplicaHealth
+from argosy_router.fleet.health import (
+    CONSECUTIVE_FAILURES,
+    MIN_STALL_S,
+    PROBE_S,
+    STALL_STEPS,
+    SUSPECT_STEP_AGE_S,
+    ReplicaHealth,
+)
 
 
 def test_the_first_silence_makes_suspect_and_the_next_ones_are_failures() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from argosy_router.fleet.replica_load import ReplicaLoad
+from argosy_router.fleet.replica import ReplicaLoad
 
 
 @settings(deadline=None)

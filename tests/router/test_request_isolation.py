@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from argosy_protocol.headers import RESPONSE_ID, TENANT
-from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
+from argosy_router.proxy.attempt import UpstreamIds
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
 from .harness import chat, rig

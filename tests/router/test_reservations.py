@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy_protocol.telemetry import Load
-from argosy_router.auth.accounts import Account
+from argosy_router.auth.accounts import Account, RateLimited, Reservation
 from argosy_router.auth.key_terms import KeyTerms
-from argosy_router.ratelimit.key_limits import RateLimited, Reservation
-from argosy_router.ratelimit.token_bucket import PERIOD_S
+from argosy_router.token_bucket import PERIOD_S
 
 from .failure_scripts import SCRIPTS, never_answer
 from .fake_engine import MODEL, Connection, FakeEngine, Received

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from argosy_router.config import ServerLimits
 from argosy_router.http.request_reader import Phase
-from argosy_router.proxy.upstream.attempt_log import AttemptLog, RefusalLog
+from argosy_router.proxy.accounting import AttemptLog, RefusalLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import DEADLINE_S, StoppedClock, raw, read_all, rig, until

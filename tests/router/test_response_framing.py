@@ -13,8 +13,7 @@ import pytest
 from argosy_router.config import UpstreamLimits
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.messages import Headers
-from argosy_router.http.upstream_connection import UpstreamConnection
-from argosy_router.http.upstream_errors import UpstreamError
+from argosy_router.http.upstream import UpstreamConnection, UpstreamError
 
 from .fake_engine import Connection, FakeEngine, Received, completion, event
 from .harness import DEADLINE_S, chat, rig

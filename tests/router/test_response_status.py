@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from argosy_router.proxy.upstream.response_status import CONSECUTIVE_ERRORS, Refused, is_fault, refusal
+from argosy_router.proxy.relay import CONSECUTIVE_ERRORS, Refused, is_fault, refusal
 
 from .fake_engine import Connection, FakeEngine, Received, Script, completion
 from .harness import rig

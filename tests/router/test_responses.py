@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
-from argosy_protocol.prompt_segments import prompt_segments
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.responses import decode_responses_request
 from argosy_protocol.responses_chat import responses_as_chat
 from response_stream import final_response, parsed_events

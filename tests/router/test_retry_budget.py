@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from argosy_router.proxy.resilience.retry_budget import MAX_CREDIT, RetryBudget
+from argosy_router.proxy.resilience import MAX_RETRY_CREDIT, RetryBudget
 
 from .failure_scripts import refuse
 from .fake_engine import FakeEngine
@@ -14,7 +14,7 @@ from .harness import rig
 
 def test_the_budget_is_a_fifth_of_requests_and_a_floor() -> None:
     budget = RetryBudget(0.0)
-    assert sum(budget.spend(0.0) for _ in range(1000)) == MAX_CREDIT
+    assert sum(budget.spend(0.0) for _ in range(1000)) == MAX_RETRY_CREDIT
     for _ in range(50):
         budget.earn()
     assert sum(budget.spend(0.0) for _ in range(1000)) in (9, 10)  # a fifth of 50, floats

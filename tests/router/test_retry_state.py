@@ -6,29 +6,30 @@ from typing import Any
 
 import pytest
 
-from argosy_router.fleet.replica_errors import CoreStalled
-from argosy_router.http.upstream_errors import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
-from argosy_router.proxy.resilience.fault_attribution import FaultAttribution
-from argosy_router.proxy.resilience.retry_budget import MAX_CREDIT, RESERVED_CREDIT, RetryBudget
-from argosy_router.proxy.resilience.retry_state import (
+from argosy_router.fleet.replica import CoreStalled
+from argosy_router.http.upstream import ConnectFailed, ConnectionLost, FirstByteTimeout, UpstreamError
+from argosy_router.proxy.relay import EngineError, Refused
+from argosy_router.proxy.resilience import (
     MAX_ATTEMPTS,
     MAX_MIGRATIONS,
+    MAX_RETRY_CREDIT,
+    RESERVED_CREDIT,
     AnswerProgress,
     NextStep,
+    RetryBudget,
     RetryState,
 )
-from argosy_router.proxy.upstream.response_status import EngineError, Refused
 
 STALE = ConnectionLost("closed", stale=True)
 
 
-def retry_state(*, is_request_at_fault: bool = False, credit: int = int(MAX_CREDIT)) -> RetryState:
+def retry_state(*, is_request_at_fault: bool = False, credit: int = int(MAX_RETRY_CREDIT)) -> RetryState:
     budget = RetryBudget(0.0)
-    for _ in range(int(MAX_CREDIT) - credit):
+    for _ in range(int(MAX_RETRY_CREDIT) - credit):
         assert budget.spend(0.0)
-    faults = FaultAttribution()
-    faults.is_request_at_fault = is_request_at_fault
-    return RetryState(budget, faults)
+    state = RetryState(budget)
+    state.is_request_at_fault = is_request_at_fault
+    return state
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,15 @@ from argosy_protocol.fleet import (
     decode_fleet,
     encode_fleet,
 )
-from argosy_protocol.load_report import SIDE_BOUNDS_S, WINDOW_SLICES, LoadReport, RolloutReport
+from argosy_protocol.reports import SIDE_BOUNDS_S, WINDOW_SLICES, LoadReport, RolloutReport
 from argosy_protocol.telemetry import Load
 from argosy_router.admin.app import explain_body
-from argosy_router.admin.load_reports import LoadReports
-from argosy_router.discovery.pod_members import Pod, members_of
-from argosy_router.discovery.source import snapshot_of
+from argosy_router.admin.overview import LoadReports
+from argosy_router.discovery.kubernetes import Pod, members_of
+from argosy_router.discovery.sources import snapshot_of
+from argosy_router.fleet.candidates import CANARY, STABLE, RevisionSides
 from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.revision_sides import CANARY, STABLE, RevisionSides
-from argosy_router.proxy.resilience import hedging
+from argosy_router.proxy import resilience
 
 from .failure_scripts import never_answer
 from .fake_engine import DONE, MODEL, Connection, FakeEngine, Received, answer_normally, completion, event
@@ -342,7 +342,7 @@ async def test_a_slow_attempt_that_a_hedge_outruns_is_no_fast_one() -> None:
         r.engines[2].script = slow
         task = asyncio.create_task(r.chat(stream=True))
         await r.until(lambda: len(r.engines[2].requests) == 1)
-        await r.pass_time(2 * hedging.FLOOR_S)
+        await r.pass_time(2 * resilience.MIN_FIRST_TOKEN_S)
         assert (await task).status_code == 200
         found = sides(r)
         assert (sum(found.canary.ttft), sum(found.stable.ttft)) == (1, 1)

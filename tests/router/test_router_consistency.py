@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.telemetry import Frame, FrameReader
-from argosy_router.fleet.links import telemetry_client
+from argosy_router.fleet import telemetry
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, completion
 from .harness import Rig, rig, until
@@ -114,7 +113,7 @@ async def test_a_restarted_router_is_warm_from_its_snapshots(
                     frames.append(frame)
                     yield frame
 
-        monkeypatch.setattr(telemetry_client, "FrameReader", Recording)
+        monkeypatch.setattr(telemetry, "FrameReader", Recording)
         async with rig(engines) as restarted:
             await restarted.until(lambda: len(frames) == ENGINES * FRAMES_TO_BE_WARM)
             for number, home in enumerate(homes):

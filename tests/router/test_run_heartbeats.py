@@ -10,17 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy_batch.run_heartbeats import GONE_S, MAX_GAP_S, RunHeartbeats
-from argosy_batch.storage.blob_store import Blob
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import ObjectStore
-from argosy_batch.storage.owner_usage import Quota
-from argosy_batch.stored_responses import StoredResponses
+from argosy_batch.directory_store import DirectoryStore
+from argosy_batch.object_store import Blob, ObjectStore, Quota
+from argosy_batch.stored_responses import GONE_S, MAX_GAP_S, RunHeartbeats, StoredResponses
 from argosy_protocol.batch_program import BEAT_S
 from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.http.server_interface import Client
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.messages import Client
 from argosy_router.responses.background_responses import BackgroundResponses
 
 from .local_responses import local_responses

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy_router.simulation.scaling import ScalingSimulation, Victims
-from argosy_router.simulation.simulated_engine import EngineModel
-from argosy_router.simulation.simulator import SimulationOutcome
-from argosy_router.simulation.trace import TraceRequest
+from argosy_router.observability.lines import TraceRequest
+from argosy_router.simulation import EngineModel, ScalingSimulation, SimulationOutcome, Victims
 
 MODEL = EngineModel(prefill_tokens_per_s=10_000.0, max_num_seqs=8)
 BLOCK = 1000

@@ -13,7 +13,7 @@ from argosy_protocol.fleet import Endpoint, FleetDocument
 from argosy_router.config import RouterConfig
 from argosy_router.http.messages import Request
 from argosy_router.main import build_parser
-from argosy_router.metrics.series import Counter, Histogram, Reading
+from argosy_router.metric_series import Counter, Histogram, Reading
 from argosy_router.server import Router
 
 from .fake_engine import FakeEngine

@@ -16,8 +16,8 @@ from argosy_protocol.fleet import ServiceLimits
 from argosy_protocol.telemetry import Load
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
-from argosy_router.flow_control.queued_request import QueuedRequest
-from argosy_router.flow_control.service_queue import HOLD_BACK_S, Bounds, ServiceQueue
+from argosy_router.fair_queue import QueuedRequest
+from argosy_router.flow_control import HOLD_BACK_S, Bounds, ServiceQueue
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, raw, rig
@@ -243,19 +243,20 @@ class Replicas:
         return self.taken + min(sequences, self.seats) <= self.seats
 
 
-class Asked(QueuedRequest):
+class Asked:
     """Takes its seats when it is admitted."""
 
     def __init__(
         self, replicas: Replicas, sequences: int, account: Account | None = None, cost: float = 1.0
     ) -> None:
-        super().__init__(account or Account(KeyTerms(name="a"), 0.0), 0, cost, 1, "", sequences)
+        account = account or Account(KeyTerms(name="a"), 0.0)
+        self.request = QueuedRequest(account, 0, cost, 1, "", sequences, self.admit, self.refuse)
         self.told: list[str | ApiError] = []
         self._replicas = replicas
 
     def admit(self) -> None:
         self.told.append("admit")
-        self._replicas.taken += self.sequences
+        self._replicas.taken += self.request.sequences
 
     def refuse(self, error: ApiError) -> None:
         self.told.append(error)
@@ -271,8 +272,8 @@ def service_queue_with(
         replicas.taken += 1
     waiters = [Asked(replicas, sequences) for sequences in waiting]
     for waiter in waiters:
-        assert not queue.try_admit(0.0, "", waiter.sequences)
-        queue.enqueue(waiter, 0.0)
+        assert not queue.try_admit(0.0, "", waiter.request.sequences)
+        queue.enqueue(waiter.request, 0.0)
     queue.tick(0.0)
     return queue, waiters
 
@@ -327,10 +328,10 @@ def test_an_account_s_large_calls_hold_back_others_for_a_small_share_of_the_time
             replicas, seats if name == "large" else 1, accounts[name], 1.0 if name == "large" else 9.0
         )
         asked[request] = now
-        if queue.try_admit(now, "", request.sequences):
+        if queue.try_admit(now, "", request.request.sequences):
             request.admit()
         else:
-            queue.enqueue(request, now)
+            queue.enqueue(request.request, now)
 
     for name in ("large", "small", "small"):
         ask(name, 0.0)
@@ -339,16 +340,16 @@ def test_an_account_s_large_calls_hold_back_others_for_a_small_share_of_the_time
         for request, end in list(ends.items()):
             if end <= now:
                 del ends[request]
-                replicas.taken -= request.sequences
-                queue.ended(now, request.sequences)
-                ask("large" if request.sequences > 1 else "small", now)
+                replicas.taken -= request.request.sequences
+                queue.ended(now, request.request.sequences)
+                ask("large" if request.request.sequences > 1 else "small", now)
         queue.tick(now)
         for request, since in list(asked.items()):
             if request.told == ["admit"]:
                 del asked[request]
-                ends[request] = now + (0.2 if request.sequences > 1 else 0.5)
-                larges += request.sequences > 1
-                if request.sequences == 1:
+                ends[request] = now + (0.2 if request.request.sequences > 1 else 0.5)
+                larges += request.request.sequences > 1
+                if request.request.sequences == 1:
                     waits.append(now - since)
     assert len(waits) > 1000
     assert sum(wait > 1.0 for wait in waits) <= 2, "the small ones wait long once, each of two"
@@ -362,8 +363,8 @@ def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_o
     queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, 600.0, 0.0), 0.0, replicas.takes)
     larges, small = [Asked(replicas, 8) for _ in range(20)], Asked(replicas, 1)
     for each in (*larges, small):
-        assert not queue.try_admit(0.0, "", each.sequences)
-        queue.enqueue(each, 0.0)
+        assert not queue.try_admit(0.0, "", each.request.sequences)
+        queue.enqueue(each.request, 0.0)
     held_steps, longest, num_large, num_small, step_s, steps = 0, 0, 0, 0, 0.1, 1200
     run = 0
     for step in range(1, steps + 1):
@@ -374,10 +375,10 @@ def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_o
         run = run + 1 if is_held_back else 0
         longest = max(longest, run)
         for each in [each for each in (*larges, small) if each.told]:
-            replicas.taken -= each.sequences
-            queue.ended(now, each.sequences)
-            again = Asked(replicas, each.sequences, each.account)
-            queue.enqueue(again, now)
+            replicas.taken -= each.request.sequences
+            queue.ended(now, each.request.sequences)
+            again = Asked(replicas, each.request.sequences, each.request.account)
+            queue.enqueue(again.request, now)
             if each is small:
                 small, num_small = again, num_small + 1
             else:
@@ -391,7 +392,7 @@ def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_o
 def test_a_large_call_that_leaves_delays_no_other() -> None:
     replicas = Replicas(4)
     queue, (large, small) = service_queue_with(replicas, 3, 4, 1)
-    queue.remove(large, 0.1)
+    queue.remove(large.request, 0.1)
     queue.tick(0.1)
     assert (large.told, small.told) == ([], ["admit"])
 

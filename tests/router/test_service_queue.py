@@ -9,22 +9,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.auth.accounts import Account
-from argosy_router.flow_control.queued_request import QueuedRequest
-from argosy_router.flow_control.service_queue import MAX_RETRY_AFTER_S, Bounds, ServiceQueue
+from argosy_router.fair_queue import QueuedRequest
+from argosy_router.flow_control import MAX_RETRY_AFTER_S, Bounds, ServiceQueue
 
 from .accounts import account
 
 
-class Told(QueuedRequest):
+class Told:
     """Remembers how it ended."""
 
     def __init__(self, owner: Account, priority: int = 0, size: int = 1, sequences: int = 1) -> None:
-        super().__init__(owner, priority, 1.0, size, "", sequences)
+        self.request = QueuedRequest(owner, priority, 1.0, size, "", sequences, self.admit, self.refuse)
         self.told: list[str | ApiError] = []
 
     def admit(self) -> None:
         self.told.append("admit")
-        FakeReplicas.current.requests += self.sequences
+        FakeReplicas.current.requests += self.request.sequences
 
     def refuse(self, error: ApiError) -> None:
         self.told.append(error)
@@ -57,7 +57,7 @@ def test_a_tick_tells_no_more_than_it_is_asked_to() -> None:
     queue = service_queue_of(replicas, hold_s=10.0)
     requests = [Told(account()) for _ in range(5)]
     for request in requests:
-        queue.enqueue(request, 0.0)
+        queue.enqueue(request.request, 0.0)
     replicas.seats = 2
     assert [queue.tick(1.0, 1), queue.tick(1.0, 0), queue.tick(1.0, 9)] == [1, 0, 1]
     replicas.seats = None
@@ -83,7 +83,7 @@ def test_a_request_waits_for_the_first_end() -> None:
     queue = service_queue_of(replicas)
     assert [enter(queue, replicas, 0.0) for _ in range(3)] == [True, True, False]
     waiter = Told(account())
-    queue.enqueue(waiter, 0.0)
+    queue.enqueue(waiter.request, 0.0)
     queue.tick(0.1)
     assert waiter.told == []
     end(queue, replicas, 0.2)
@@ -95,7 +95,7 @@ def test_new_requests_do_not_overtake_queued_ones() -> None:
     replicas = FakeReplicas(1)
     queue = service_queue_of(replicas)
     assert enter(queue, replicas, 0.0)
-    queue.enqueue(Told(account()), 0.0)
+    queue.enqueue(Told(account()).request, 0.0)
     replicas.requests = 0
     assert not enter(queue, replicas, 9.0)
 
@@ -109,7 +109,7 @@ def test_waiting_ends_with_a_hint_when_to_come_back() -> None:
         assert enter(queue, replicas, second / 2)
     waiters = [Told(account()) for _ in range(8)]
     for waiter in waiters:
-        queue.enqueue(waiter, 10.0)
+        queue.enqueue(waiter.request, 10.0)
     queue.tick(19.9)
     assert not any(waiter.told for waiter in waiters)
     queue.tick(20.0)
@@ -126,24 +126,24 @@ def test_the_hint_is_the_queue_over_its_drain() -> None:
         end(queue, replicas, half / 2)
         assert enter(queue, replicas, half / 2)
     for _ in range(9):
-        queue.enqueue(Told(account()), 50.0)
+        queue.enqueue(Told(account()).request, 50.0)
     with pytest.raises(TooManyRequests) as refused:
-        queue.enqueue(Told(account()), 50.0)
+        queue.enqueue(Told(account()).request, 50.0)
     assert refused.value.retry_after_s == pytest.approx(10 / 2, rel=0.1)
     with pytest.raises(TooManyRequests) as refused:
-        queue.enqueue(Told(account()), 500.0)
+        queue.enqueue(Told(account()).request, 500.0)
     assert refused.value.retry_after_s == MAX_RETRY_AFTER_S, "nothing has ended for a long time"
 
 
 def test_without_replicas_requests_are_refused_or_held() -> None:
     with pytest.raises(Unavailable):
-        service_queue_of(FakeReplicas(None)).enqueue(Told(account()), 0.0)
+        service_queue_of(FakeReplicas(None)).enqueue(Told(account()).request, 0.0)
     replicas = FakeReplicas(None)
     queue = service_queue_of(replicas, hold_s=300.0)
     assert not queue.try_admit(0.0)
     held, late = Told(account()), Told(account())
-    queue.enqueue(held, 0.0)
-    queue.enqueue(late, 200.0)
+    queue.enqueue(held.request, 0.0)
+    queue.enqueue(late.request, 200.0)
     queue.tick(299.0)
     assert held.told == []
     queue.tick(300.0)
@@ -157,7 +157,7 @@ def test_held_requests_get_the_queue_timeout_once_there_is_a_replica() -> None:
     replicas = FakeReplicas(None)
     queue = service_queue_of(replicas, queue_s=60.0, hold_s=300.0)
     held = Told(account())
-    queue.enqueue(held, 0.0)
+    queue.enqueue(held.request, 0.0)
     replicas.seats = 0  # it came, and is full
     queue.tick(250.0)
     queue.tick(309.0)
@@ -170,7 +170,7 @@ def test_a_replica_that_comes_and_goes_does_not_put_the_end_off_for_ever() -> No
     replicas = FakeReplicas(None)
     queue = service_queue_of(replicas, queue_s=5.0, hold_s=8.0)
     held = Told(account())
-    queue.enqueue(held, 0.0)
+    queue.enqueue(held.request, 0.0)
     for second in range(1, 14):
         assert held.told == []
         replicas.seats = None if second % 2 else 0
@@ -182,10 +182,10 @@ def test_a_service_is_idle_from_when_the_last_held_request_left() -> None:
     queue = service_queue_of(FakeReplicas(None), hold_s=600.0)
     waiters = Told(account()), Told(account())
     for waiter in waiters:
-        queue.enqueue(waiter, 36_000.0)
-    queue.remove(waiters[0], 36_050.0)
+        queue.enqueue(waiter.request, 36_000.0)
+    queue.remove(waiters[0].request, 36_050.0)
     assert queue.idle_s(36_055.0) == 0.0
-    queue.remove(waiters[1], 36_060.0)
+    queue.remove(waiters[1].request, 36_060.0)
     assert queue.idle_s(36_070.0) == 10.0
 
 
@@ -193,7 +193,7 @@ def test_losing_all_replicas_ends_the_waiting_where_nothing_is_held() -> None:
     replicas = FakeReplicas(0)
     queue = service_queue_of(replicas)
     waiter = Told(account())
-    queue.enqueue(waiter, 0.0)
+    queue.enqueue(waiter.request, 0.0)
     replicas.seats = None
     queue.tick(1.0)
     assert isinstance(waiter.told[0], Unavailable)
@@ -222,7 +222,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
             return
         waiter = Told(self.accounts[number], priority, sequences=sequences)
         try:
-            self.queue.enqueue(waiter, self.now)
+            self.queue.enqueue(waiter.request, self.now)
         except ApiError:
             assert not waiter.told
         else:
@@ -242,7 +242,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         if self.waiting:
             waiter = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            self.queue.remove(waiter, self.now)
+            self.queue.remove(waiter.request, self.now)
             assert not waiter.told
 
     @rule(seconds=st.floats(0, 3))
@@ -259,7 +259,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
         for waiter in list(self.waiting):
             if waiter.told:
                 assert len(waiter.told) == 1
-                self.admitted += [waiter.sequences] * (waiter.told[0] == "admit")
+                self.admitted += [waiter.request.sequences] * (waiter.told[0] == "admit")
                 self.waiting.remove(waiter)
 
     @invariant()
@@ -268,7 +268,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
             assert self.queue.num_queued == len(self.waiting)
             assert self.queue.active == len(self.admitted)
             assert self.queue.sequences == sum(self.admitted) == self.replicas.requests
-            assert all(self.now - waiter.since < 5.0 + 8.0 for waiter in self.waiting)
+            assert all(self.now - waiter.request.since < 5.0 + 8.0 for waiter in self.waiting)
 
 
 TestServiceQueue = ServiceQueueMachine.TestCase

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy_batch.storage.blob_store import BlobEntry
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import ObjectStore
-from argosy_batch.storage.owner_usage import Quota
-from argosy_batch.storage.shared_calls import SharedCalls
+from argosy_batch.directory_store import DirectoryStore
+from argosy_batch.object_store import BlobEntry, ObjectStore, Quota, SharedCalls
 
 DAY_S = 86400.0
 

@@ -8,9 +8,9 @@ from ipaddress import ip_network
 
 import pytest
 
-from argosy_router.admin.connections import MAX_SILENT
+from argosy_router.admin.server import MAX_SILENT
 from argosy_router.config import ConfigError, ServerLimits
-from argosy_router.http.connection_limit import GRACE_S, AddressGroups, ConnectionLimit
+from argosy_router.http.limits import GRACE_S, AddressGroups, ConnectionLimit
 from argosy_router.main import build_parser, config_of
 
 from .fake_engine import FakeEngine
@@ -237,7 +237,7 @@ async def test_connections_that_have_their_answer_keep_no_probe_from_the_admin_p
 async def test_the_admin_port_keeps_no_connection_that_has_its_answer(
     monkeypatch: pytest.MonkeyPatch, after: bytes
 ) -> None:
-    from argosy_router.admin import connections as admin_connections
+    from argosy_router.admin import server as admin_connections
 
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
         reader, writer = await connect_admin(stack, r)
@@ -251,7 +251,7 @@ async def test_the_admin_port_keeps_no_connection_that_has_its_answer(
 async def test_the_admin_port_waits_so_long_for_a_client_that_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from argosy_router.admin import connections as admin_connections
+    from argosy_router.admin import server as admin_connections
 
     monkeypatch.setattr(admin_connections, "READ_TIMEOUT_S", 0.01)
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
@@ -265,7 +265,7 @@ async def test_the_admin_port_waits_so_long_for_a_client_that_does_not_read(
 
 
 async def test_the_admin_port_waits_so_long_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    from argosy_router.admin import connections as admin_connections
+    from argosy_router.admin import server as admin_connections
 
     monkeypatch.setattr(admin_connections, "HEAD_TIMEOUT_S", 0.01)
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:

@@ -11,19 +11,21 @@ import pytest
 from argosy.commands.bench_router import main as bench_router
 from argosy.errors import UsageError
 from argosy_router.fleet.replica import Replica
+from argosy_router.observability.lines import TraceError, TraceRequest, read_trace, write_trace
 from argosy_router.policy import POLICIES
-from argosy_router.prompts.prompt_hash import Prompt
-from argosy_router.simulation.policy_report import PolicyResult, percentile, result_of
-from argosy_router.simulation.simulated_engine import EngineModel, Job, SimulatedEngine
-from argosy_router.simulation.simulator import SimulatedRouter, Simulation
-from argosy_router.simulation.trace import (
-    TraceError,
-    TraceRequest,
+from argosy_router.prefixes import Prompt
+from argosy_router.simulation import (
+    EngineModel,
+    Job,
+    PolicyResult,
+    SimulatedEngine,
+    SimulatedRouter,
+    Simulation,
     at_speed,
     oracle_tokens,
-    read_trace,
+    percentile,
+    result_of,
     synthetic_trace,
-    write_trace,
 )
 
 FAST = EngineModel(prefill_tokens_per_s=8000.0)

@@ -12,7 +12,7 @@ import pytest
 
 from argosy_protocol.telemetry import Load
 from argosy_router.config import UpstreamLimits
-from argosy_router.fleet.health.core_stall import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
+from argosy_router.fleet.health import MIN_STALL_S, STALL_STEPS, SUSPECT_STEP_AGE_S, stall_bound_s
 
 from .fake_engine import Connection, FakeEngine, Received, answer_normally, completion
 from .harness import Rig, StoppedClock, chat, rig

@@ -19,21 +19,20 @@ import openai
 import pytest
 
 from argosy_batch.config import BatchConfig
+from argosy_batch.directory_store import DirectoryStore
+from argosy_batch.object_store import ObjectStore, Quota, QuotaExceeded
 from argosy_batch.program import BatchProgram
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import ObjectStore
-from argosy_batch.storage.owner_usage import Quota, QuotaExceeded
 from argosy_batch.stored_responses import MAX_RUN_S, StoredResponses, owner_of_responses
 from argosy_protocol.errors import StorageUnavailable, TooManyRequests
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.response_object import ID_PREFIX
+from argosy_protocol.responses import ID_PREFIX
 from argosy_router.config import ServerLimits
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
-from argosy_router.http.server_interface import Client, ClientListener
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.messages import Client, ClientListener
 from argosy_router.http.sse import MAX_EVENT_BYTES
-from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES
+from argosy_router.proxy.request_body import LARGE_BODY_BYTES
 from argosy_router.responses.background_responses import BackgroundResponses
-from argosy_router.responses.storing_client import StoringClient
+from argosy_router.responses.response_store import StoringClient
 from response_stream import final_response, parsed_events
 
 from .fake_engine import Connection, FakeEngine, Received

@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from argosy_batch.storage.storage_threads import StorageThreads
+from argosy_batch.directory_store import StorageThreads
 from argosy_protocol.errors import StorageUnavailable
 
 NUM_THREADS = 2

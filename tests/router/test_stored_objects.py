@@ -12,16 +12,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy_batch.bucket_store import BucketStore
 from argosy_batch.config import BatchConfig, ConfigError
-from argosy_batch.storage.blob_store import AlreadyExists, BlobStore, Changed
-from argosy_batch.storage.bucket_store import BucketStore
-from argosy_batch.storage.directory_store import DirectoryStore
-from argosy_batch.storage.object_store import LEFTOVER_S, ObjectStore, owner_of
-from argosy_batch.storage.open_blobs import open_blobs
-from argosy_batch.storage.owner_usage import LISTING_MAX_AGE_S, OwnerUsage, Quota, QuotaExceeded
-from argosy_batch.storage.storage_threads import NUM_THREADS
+from argosy_batch.directory_store import NUM_THREADS, DirectoryStore
+from argosy_batch.object_store import (
+    LEFTOVER_S,
+    LISTING_MAX_AGE_S,
+    AlreadyExists,
+    BlobStore,
+    Changed,
+    ObjectStore,
+    OwnerUsage,
+    Quota,
+    QuotaExceeded,
+    owner_of,
+)
+from argosy_batch.program import open_blobs
+from argosy_protocol.batch_program import created_at, expires_at, is_id, new_id
 from argosy_protocol.errors import StorageUnavailable
-from argosy_protocol.object_ids import created_at, expires_at, is_id, new_id
 from bucket_server import forget_cloud
 from moto_server import running_moto
 

@@ -10,10 +10,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.fleet import FleetDocument
 from argosy_protocol.openai import decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_protocol.telemetry import (
     MAX_FRAME_BYTES,
     Cleared,
@@ -24,9 +23,9 @@ from argosy_protocol.telemetry import (
     encode_frame,
     pack_u64,
 )
-from argosy_router.fleet.health.core_stall import SUSPECT_STEP_AGE_S
-from argosy_router.fleet.links import telemetry_client
-from argosy_router.http.fetch import fetch
+from argosy_router.fleet import telemetry
+from argosy_router.fleet.health import SUSPECT_STEP_AGE_S
+from argosy_router.http.upstream import fetch
 
 from .fake_engine import MODEL, FakeEngine
 from .harness import Rig, chat, rig, service
@@ -262,8 +261,8 @@ async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_o
             delay = 0.0
         await real_sleep(delay)
 
-    monkeypatch.setattr(telemetry_client, "BACKOFF_BASE_S", 1000.0)
-    monkeypatch.setattr(telemetry_client, "BACKOFF_CAP_S", 1e9)
+    monkeypatch.setattr(telemetry, "BACKOFF_BASE_S", 1000.0)
+    monkeypatch.setattr(telemetry, "BACKOFF_CAP_S", 1e9)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     engine = Quitter()
     engine.frames = (raw_frame(HELLO),)
@@ -275,7 +274,7 @@ async def test_streams_that_end_before_they_are_of_use_are_asked_for_ever_less_o
 async def test_streams_begin_a_few_in_each_turn_of_the_loop() -> None:
     """However large the fleet is that a router discovers at once."""
     loop = asyncio.get_running_loop()
-    reconnects = telemetry_client.Reconnects()
+    reconnects = telemetry.Reconnects()
     begun: Counter[int] = Counter()
     turn = 0
 
@@ -295,7 +294,7 @@ async def test_streams_begin_a_few_in_each_turn_of_the_loop() -> None:
     tasks[50].cancel()  # its replica has gone, and takes nobody's place
     await asyncio.gather(*tasks, return_exceptions=True)
     assert sum(begun.values()) == 99
-    assert max(begun.values()) == telemetry_client.CONNECTS_PER_TURN
+    assert max(begun.values()) == telemetry.CONNECTS_PER_TURN
     assert len(begun) == 7
     await reconnects.turn()  # nobody waits any more
 
@@ -305,13 +304,13 @@ async def test_the_more_replicas_are_unreachable_the_less_often_each_is_tried() 
     async with rig(engines) as r:
         reconnects = r.router.fleet.reconnects
         name = r.replica(0).service
-        assert (reconnects.num_failing, reconnects.cap_s(name)) == (0, telemetry_client.BACKOFF_CAP_S)
+        assert (reconnects.num_failing, reconnects.cap_s(name)) == (0, telemetry.BACKOFF_CAP_S)
         for engine in engines[:2]:
             await engine.stop()
         await r.until(lambda: reconnects.num_failing == 2)
         reconnects.note("another/large", 20_000)
-        assert reconnects.cap_s(name) == telemetry_client.BACKOFF_CAP_S, "two of its own"
-        assert reconnects.cap_s("another/large") == 2 * 20_000 / telemetry_client.CONNECTS_PER_S
+        assert reconnects.cap_s(name) == telemetry.BACKOFF_CAP_S, "two of its own"
+        assert reconnects.cap_s("another/large") == 2 * 20_000 / telemetry.CONNECTS_PER_S
         reconnects.note("another/large", -20_000)
         await engines[0].start()
         await r.until(lambda: reconnects.num_failing == 1)

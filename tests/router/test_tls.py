@@ -13,15 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from argosy.commands.route import main as route_command
+from argosy.commands.admin import route as route_command
 from argosy.errors import CommandError
-from argosy_router.admin import connections
+from argosy_router.admin import server
 from argosy_router.config import ConfigError, RouterConfig, ServerLimits, UpstreamLimits
 from argosy_router.http import tls
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.fetch import fetch
-from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.upstream_errors import ConnectFailed
+from argosy_router.http.upstream import ConnectFailed, ConnectionPool, fetch
 from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
@@ -314,7 +312,7 @@ async def test_a_handshake_with_the_admin_port_has_a_deadline(
     authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the minute that asyncio gives by default."""
-    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.1)
     certificate, key = authority("ca").issue("router")
     async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r:
         url = httpx.URL(r.router.admin_url)
@@ -326,7 +324,7 @@ async def test_a_handshake_with_the_admin_port_has_a_deadline(
 async def test_silent_handshakes_with_the_admin_port_block_no_probe(
     authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(server, "MAX_HANDSHAKES", 8)
     ca = authority("ca")
     certificate, key = ca.issue("router")
     fields = {"ssl_certfile": certificate, "ssl_keyfile": key, "admin_port": 0}

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
-from argosy_protocol.prompt_segments import prompt_segments
 from argosy_router.config import ConfigError
-from argosy_router.observability.trace_capture import CapturedRequest, TraceCapture
-from argosy_router.simulation.trace import oracle_tokens, read_trace
+from argosy_router.observability.lines import CapturedRequest, TraceCapture, read_trace
+from argosy_router.simulation import oracle_tokens
 
 from .fake_engine import Connection, FakeEngine, Received, completion
 from .harness import chat, rig
@@ -67,7 +66,7 @@ async def test_a_recording_is_bounded(tmp_path: Path) -> None:
 async def test_requests_are_dropped_while_the_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy_router.observability.trace_capture.MAX_WAITING_CHUNKS", 10)
+    monkeypatch.setattr("argosy_router.observability.lines.MAX_WAITING_CHUNKS", 10)
     recorder = TraceCapture(tmp_path / "trace.jsonl", max_bytes=1 << 20)
     for number in range(10):
         recorder.add(recorded(number))

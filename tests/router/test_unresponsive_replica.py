@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 
 from argosy_protocol.telemetry import Load
-from argosy_router.fleet.health.core_stall import SUSPECT_STEP_AGE_S
-from argosy_router.fleet.links import telemetry_client
+from argosy_router.fleet import telemetry
+from argosy_router.fleet.health import SUSPECT_STEP_AGE_S
 from argosy_router.http import deadlines
-from argosy_router.http.upstream_errors import FirstByteTimeout
+from argosy_router.http.upstream import FirstByteTimeout
 
 from .fake_engine import Connection, FakeEngine, Received, Script, answer_normally, event
 from .harness import DEADLINE_S, Rig, StoppedClock, raw, rig
@@ -55,13 +55,13 @@ async def mortals(*engines: Mortal) -> AsyncIterator[Rig]:
 
 @pytest.fixture(autouse=True)
 def heartbeats_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry_client, "STALE_AFTER_S", telemetry_client.HEAD_TIMEOUT_S)
+    monkeypatch.setattr(telemetry, "STALE_AFTER_S", telemetry.HEAD_TIMEOUT_S)
 
 
 async def miss_heartbeats(r: Rig) -> None:
     """So much time passes that r0 is missed. The other one has a heartbeat meanwhile."""
     for _ in range(2):
-        await r.pass_time(telemetry_client.STALE_AFTER_S / 2)
+        await r.pass_time(telemetry.STALE_AFTER_S / 2)
         for number in range(1, len(r.engines)):
             replica = r.replica(number)
             heard_at = replica.heard_at

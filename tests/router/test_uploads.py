@@ -12,7 +12,7 @@ from argosy_protocol.errors import Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.config import ServerLimits
 from argosy_router.fleet.service import Service
-from argosy_router.http.body_memory import BodyMemory
+from argosy_router.http.limits import BodyMemory
 from argosy_router.proxy.exchange import Exchange
 
 from .fake_engine import Connection, FakeEngine, Received, event

@@ -18,9 +18,9 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import UpstreamLimits
-from argosy_router.proxy.downstream.error_headers import error_headers
-from argosy_router.proxy.resilience import retry_budget
-from argosy_router.proxy.upstream.relay import MAX_BUFFERED_BYTES
+from argosy_router.proxy import resilience
+from argosy_router.proxy.answer import error_headers
+from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import NORMAL_STREAM, Connection, FakeEngine, Received, completion, event
 from .harness import chat, raw, read_all, rig, service
@@ -162,8 +162,8 @@ async def test_each_attempt_goes_to_another_replica() -> None:
 
 
 async def test_the_retry_budget_ends_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "FLOOR_PER_S", 0.0)
-    monkeypatch.setattr(retry_budget, "MAX_CREDIT", 3.0)
+    monkeypatch.setattr(resilience, "FREE_RETRIES_PER_S", 0.0)
+    monkeypatch.setattr(resilience, "MAX_RETRY_CREDIT", 3.0)
     engines = [FakeEngine(script=unavailable) for _ in range(2)]
     async with rig(engines) as r:
         for _ in range(20):

@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 
 from argosy_protocol.headers import RESUME
-from argosy_router.observability.append_file import AppendFile
+from argosy_router.observability.lines import AppendFile
 from argosy_router.observability.usage_ledger import UsageLedger
-from argosy_router.proxy.upstream.usage_scan import (
-    TAIL_BYTES,
-    TokenUsage,
-    UsageFinder,
-    find_usage,
-    without_usage,
-)
+from argosy_router.proxy.answer_tokens import TAIL_BYTES, TokenUsage, UsageFinder, find_usage, without_usage
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import Rig, StoppedClock, chat, rig

@@ -8,12 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy_router.proxy.upstream.usage_scan import (
-    event_usage,
-    find_usage,
-    response_end_usage,
-    without_progress,
-)
+from argosy_router.proxy.answer_tokens import event_usage, find_usage, response_end_usage, without_progress
 
 USAGE = b'"usage": {"prompt_tokens": 12, "total_tokens": 20, "prompt_tokens_details": {"cached_tokens": 8}}'
 

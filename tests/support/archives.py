@@ -9,7 +9,7 @@ import tarfile
 import zipfile
 from collections.abc import Mapping
 
-from argosy_fetcher.snapshot import Packing
+from argosy_fetcher.source import Packing
 
 
 def tar_of(files: Mapping[str, bytes]) -> bytes:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from argosy_engine.attention.backend import AttentionWeights
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.backend import AttentionMetadata, AttentionWeights, ModelInputs
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
-from argosy_engine.worker.step_inputs import with_groups
+from argosy_engine.worker.input_batch import with_groups
+from argosy_engine.worker.model_runner import bind_kv_cache, layer_groups
 
 Span = tuple[int, int]
 """First and end (exclusive) position of the tokens that a request computes."""

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 import torch
 
-from argosy_engine.distributed.communicator import Communicator
 from argosy_engine.distributed.parallel_config import ParallelConfig
-from argosy_engine.distributed.parallel_state import init_parallel_state
+from argosy_engine.distributed.parallel_state import Communicator, init_parallel_state
 
 
 def run_ranks(*configs: ParallelConfig) -> list[list[dict[str, object]]]:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import AttentionMetadata, StateLayer
 from argosy_engine.attention.params import DeltaNetParams
 from argosy_engine.layers.delta_net import DeltaNetWeights
 from attention_cases import attention_metadata

@@ -13,7 +13,7 @@ import pytest
 from argosy_engine import LLMEngine, SamplingParams
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import EngineAsleep, InvalidRequest, UtilityFailed
-from argosy_engine.frontend.outputs import RequestOutput
+from argosy_engine.frontend.output_processor import RequestOutput
 from fake_worker import continuation
 
 PROMPTS = [[49, 80, 366, 223, 507, 264, 67, 466], [312, 223, 85, 349], [7] * 20]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, group_layers
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import EngineDead
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import (
+    CollectiveRpc,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
 from fake_worker import FakeWorker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy_engine.attention import flash_attn_versions
+from argosy_engine.attention import selector
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *versions: int) -> None:
@@ -39,7 +40,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *versions: int) -> No
         modules["flash_attn.cute"].__dict__.update(flash_attn_varlen_func=_v4_varlen)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(flash_attn_versions, "find_spec", specs.__getitem__)
+    monkeypatch.setattr(selector, "find_spec", lambda name: specs[name] if name in specs else find_spec(name))
 
 
 def _v2_with_kvcache(

@@ -18,8 +18,7 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import BlockIds, SchedulerOutput
+from argosy_engine.messages import BlockIds, ModelRunnerOutput, SchedulerOutput
 
 VOCAB = 7
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from argosy_fetcher.model_fetch import fetch_model
 from argosy_fetcher.progress import Silent
-from argosy_fetcher.snapshot import RemoteFile
-from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.source import Chunk, RemoteFile
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
 from model_files import served_files

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from argosy_engine import EngineArgs, LLMEngine, SamplingParams
-from argosy_engine.checkpoint.model_path import resolve_model
-from argosy_engine.osproc.collector import paused_collector
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.osproc import paused_collector
 
 PROMPTS = ["Hello", "The sky is", "Tell me about the sea"]
 

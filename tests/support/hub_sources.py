@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy_fetcher.snapshot import RemoteFile, Snapshot
+from argosy_fetcher.source import RemoteFile, Snapshot
 from argosy_fetcher.source_uri import SourceUri
 from argosy_fetcher.sources.hub import HubSource
 from hub_server import HubServer

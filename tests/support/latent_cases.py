@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from argosy_engine.attention.backend import AttentionBackend
-from argosy_engine.attention.latent import LatentWeights
-from argosy_engine.attention.layer import LatentAttention
+from argosy_engine.attention.backend import AttentionBackend, LatentAttention, LatentWeights, RotaryEmbedding
 from argosy_engine.attention.params import LatentAttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from attention_cases import Span, attention_metadata
 
 _MAX_POSITIONS = 1024

@@ -9,10 +9,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import AttentionMetadata, StateLayer
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.layers.mamba import GroupMeans, MambaKernel, MambaWeights
+from argosy_engine.layers.mamba import GroupMeans, MambaWeights
 from argosy_engine.model_configs.sharding import Sharding
 from attention_cases import attention_metadata
 from delta_net_cases import BLOCK_SIZE, NUM_STATES, Spans
@@ -125,7 +124,7 @@ def check_steps(run: Run, params: MambaParams, dtype: torch.dtype, steps: list[S
 
 
 def check_ranks(
-    make: Callable[[MambaParams, MambaWeights, GroupMeans], MambaKernel],
+    make: Callable[[MambaParams, MambaWeights, GroupMeans], Run],
     params: MambaParams,
     dtype: torch.dtype,
     steps: list[Spans],

@@ -20,8 +20,7 @@ from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES, assume_device
-from argosy_engine.triton_kernels.launch import recorded_launches
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device, recorded_launches
 from gpu_accounting.compiled_parts import generated_launches
 from random_checkpoints import KINDS
 

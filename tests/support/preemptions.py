@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.core.proc.core_client import SyncClient
-from argosy_engine.messages.core_messages import EngineCoreOutputs
+from argosy_engine.messages import EngineCoreOutputs
 
 
 class PreemptionCounter:

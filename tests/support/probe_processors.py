@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from argosy_engine import LogitsProcessor, SamplingParams
-from argosy_engine.sample.logits_processor.interface import BatchUpdate, ProcessorConfig, Rows
+from argosy_engine.sample.logits_processor import BatchUpdate, ProcessorConfig, Rows
 
 
 class Faulty(LogitsProcessor):

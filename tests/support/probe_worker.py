@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.load_step import LoadStep
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import LoadStep, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from argosy_engine.worker.worker import Worker
 
 if TYPE_CHECKING:

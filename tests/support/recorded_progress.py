@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from argosy_protocol.model_progress import Phase
+from argosy_protocol.reports import Phase
 
 
 class RecordedProgress:

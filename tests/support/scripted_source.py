@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from argosy_fetcher.snapshot import Algorithm, Digest, Packing, RemoteFile, Snapshot
-from argosy_fetcher.sources.source import Chunk
+from argosy_fetcher.source import Algorithm, Chunk, Digest, Packing, RemoteFile, Snapshot
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 
 NUM_LAYERS = 2
 

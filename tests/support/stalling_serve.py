@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from argosy_engine.api import serve, start_watch
+from argosy_engine.api import serve
+from argosy_engine.api import serve as start_watch
 from argosy_engine.core.proc import async_core_client
-from argosy_engine.core.proc.load_watch import LoadWatch
-from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
+from argosy_engine.core.proc.core_handle import LoadWatch
+from argosy_engine.messages import LoadStep, OnLoadStep, ignore_step
 
 PHASE, GATE, GRACE_S = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 stalls_since: list[float] = []

@@ -22,12 +22,11 @@ from triton.runtime.jit import JITFunction
 from argosy_engine.config import EngineArgs
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.triton_kernels.device_traits import KNOWN_DEVICES
-from argosy_engine.worker.memory_profiling import dummy_request, dummy_step
+from argosy_engine.triton_kernels.launch import KNOWN_DEVICES
 from argosy_engine.worker.model_runner import ModelRunner
-from argosy_engine.worker.warm_up import warm_up
+from argosy_engine.worker.warm_up import dummy_request, dummy_step, warm_up
 from checked_copies import CheckedRuntime
 
 ROWS, TOKENS, LENGTH, STEPS = 24, 512, 400, 40

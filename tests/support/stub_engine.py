@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy_engine.api.openai.openai_serving import OpenAIServing
-from argosy_engine.api.served_engine import Engine
+from argosy_engine.api.served_engine import Engine, OpenAIServing
 
 
 class StubEngine(Engine):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator
 
 T = TypeVar("T")
 

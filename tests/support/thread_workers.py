@@ -18,16 +18,18 @@ import pytest
 import torch
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
 from argosy_engine.distributed.parallel_config import ParallelConfig
-from argosy_engine.distributed.parallel_state import ParallelState
+from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator, ParallelState
 from argosy_engine.errors import UtilityFailed
-from argosy_engine.executor.same_model import check_same_model
-from argosy_engine.executor.worker_class import public_method, worker_class
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.executor.abstract import check_same_model
+from argosy_engine.executor.uniproc_executor import public_method, worker_class
+from argosy_engine.messages import (
+    CollectiveRpc,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 from thread_ranks import ThreadCommunicator, ThreadGroup
 
 

@@ -18,18 +18,21 @@ import torch
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.core_messages import EngineCoreRequest
+from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import complete_config
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import planned_groups
 from greedy_reference import differing_tokens
 from preemptions import PreemptionCounter
 from transformers_checkpoints import MODEL_TYPES, VOCAB_SIZE, write_checkpoint
 
 EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1}
-_LENGTHS = (1, 2, 17, 90, 60, 40, 33)
-_LONG = 200
+_LENGTHS = (1, 2, 16, 90, 63, 47, 31, 200)
+"""Some end just before a block does, so that blocks run short while tokens are generated."""
+_SCARCE_BLOCKS = 17
+"""Of each group: enough for the longest prompt with its tokens, not for all prompts at once."""
+_ENOUGH_BLOCKS = 64
 _NEW_TOKENS = 10
 
 
@@ -43,7 +46,8 @@ class Outcome(NamedTuple):
 
 
 def outcome(model_type: str, path: Path, fields: dict[str, Any] | None = None, **flags: Any) -> Outcome:
-    """Serve a checkpoint of a model type, written to `path`: batched, in chunks over a prefix cache, and preempted.
+    """Serve a checkpoint of a model type, written to `path`: in batches with too few blocks, and in chunks over a
+    prefix cache.
 
     Args:
         fields: of its config.
@@ -58,17 +62,24 @@ def served(reference: torch.nn.Module, path: Path, **flags: Any) -> Outcome:
     """Prompts with the tokens that were found to be transformers'. Modes share most prompts."""
     try:
         config = complete_config(load_model_config(path, EngineArgs.of(model=str(path), **flags).model_use))
-        blocks = 1 + 10 * len(planned_groups(config, 4, 16))
+        groups = len(planned_groups(config, 4, 16))
         modes: dict[str, dict[str, Any]] = {
-            "batched": {},
-            "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 8, "mamba_block_size": 32},
-            "preempted": {"num_gpu_blocks_override": blocks, "max_model_len": 128, "max_num_seqs": 16},
+            "batched and preempted": {
+                "num_gpu_blocks_override": 1 + _SCARCE_BLOCKS * groups,
+                "max_model_len": 256,
+                "max_num_seqs": 16,
+            },
+            "chunked": {
+                "max_num_batched_tokens": 16,
+                "max_num_seqs": 8,
+                "mamba_block_size": 32,
+                "num_gpu_blocks_override": 1 + _ENOUGH_BLOCKS * groups,
+            },
         }
+        rng = random.Random(3)
+        prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in _LENGTHS]
+        prompts.append(prompts[3] + [5, 6, 7])
         for mode, more in modes.items():
-            rng = random.Random(3)
-            lengths = _LENGTHS if mode == "preempted" else (*_LENGTHS, _LONG)
-            prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-            prompts.append(prompts[3] + [5, 6, 7])
             rounds = [prompts[:4], prompts[4:]] if mode == "chunked" else [prompts]
             outputs: dict[int, list[int]] = {}
             with closing(InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags, **more))) as client:

@@ -14,22 +14,26 @@ from typing import Final
 
 import msgspec
 
-from argosy.arguments import Parser
 from argosy.errors import OK, UsageError
-from argosy.terminal import table
-from argosy_router.policy import POLICIES
-from argosy_router.simulation.policy_report import HEADER, PolicyResult, result_of, rows
-from argosy_router.simulation.simulated_engine import EngineModel
-from argosy_router.simulation.simulator import Simulation
-from argosy_router.simulation.trace import (
+from argosy.terminal import Parser, table
+from argosy_router.observability.lines import (
     MOONCAKE_BLOCK_TOKENS,
     TraceError,
     TraceRequest,
+    read_trace,
+    write_trace,
+)
+from argosy_router.policy import POLICIES
+from argosy_router.simulation import (
+    HEADER,
+    EngineModel,
+    PolicyResult,
+    Simulation,
     at_speed,
     oracle_tokens,
-    read_trace,
+    result_of,
+    rows,
     synthetic_trace,
-    write_trace,
 )
 
 MAX_REPLICAS: Final = 512

@@ -1,8 +1,11 @@
-"""`argosy models`: the models in this machine's store.
+"""`argosy models`: the models in this machine's store; and what each command that fetches one has in common.
 
-Owns: the arguments, the table, and which stored models a name means. Must not know: how models are fetched or kept
-(`argosy_fetcher`). Only results go to standard output (a path, a table), so that `$(argosy models pull MODEL)` is a
-directory.
+Only results go to standard output (a path, a table), so that `$(argosy models pull MODEL)` is a directory. In a pod
+`pull --progress-port` does more than at a terminal: it serves its progress, leaves the container's termination message,
+says what to change in a manifest, ends at SIGTERM, and tells of another process that fetches the model and makes no
+progress. `prune --tree` keeps a node's cache within its limits, once or in rounds.
+
+Must not know: how models are fetched, kept or removed (`argosy_fetcher`).
 """
 
 from __future__ import annotations
@@ -11,29 +14,48 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from argosy.arguments import Parser, age_seconds, percent_or_bytes, port, positive_seconds, size_bytes
-from argosy.cache_pruning import MIN_AGE_ENV, cache_min_age, prune_repeatedly
-from argosy.errors import OK, CommandError, UsageError
-from argosy.fetching import engine_check, fetch_errors
-from argosy.pod_fetch import lock_idle_after, pod_fetch, write_termination_message
-from argosy.terminal import age, table
-from argosy_fetcher.disk import FreeSpace
-from argosy_fetcher.errors import FetchError
-from argosy_fetcher.progress import Progress
-from argosy_fetcher.progress_display import progress_display, size_text
-from argosy_fetcher.pull import PulledModel, find_model, name_in_store, open_store, pull_model
+from argosy.diagnosis import is_unreachable
+from argosy.errors import OK, CommandError, UsageError, ends_at_sigterm
+from argosy.terminal import (
+    Parser,
+    age,
+    age_seconds,
+    percent_or_bytes,
+    port,
+    positive_seconds,
+    size_bytes,
+    table,
+)
+from argosy_fetcher.disk import IDLE_AFTER_S, FreeSpace
+from argosy_fetcher.errors import (
+    AccessDenied,
+    FetchError,
+    InvalidSource,
+    ModelHidden,
+    ModelTooLarge,
+    NoSpace,
+    TransientError,
+)
+from argosy_fetcher.progress import Progress, duration_text, printable, progress_display, size_text
+from argosy_fetcher.progress_server import ProgressMeter, ProgressServer
+from argosy_fetcher.pull import PulledModel, find_model, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
+from argosy_fetcher.sources.registry import DIRECTORY_ENV, name_in_store, read_directory
 from argosy_fetcher.store import Store
-from argosy_fetcher.store_index import StoredModel
-from argosy_fetcher.store_layout import equal_revisions, source_directory
-from argosy_fetcher.store_tree import PruneLimits
+from argosy_fetcher.store_index import StoredModel, equal_revisions, source_directory
+from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
+from argosy_protocol.program.listen import CannotListen
 
 MIN_FREE_ENV: Final = "ARGOSY_MIN_FREE"
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
@@ -272,7 +294,7 @@ def _pulled(uri: SourceUri, options: argparse.Namespace, progress: Progress) -> 
         download_dir=options.download_dir,
         check_config=None if options.any_architecture else engine_check(uri),
         refresh=options.refresh,
-        make_room_after=cache_min_age() if options.make_room else None,
+        make_room_after=_seconds_of(MIN_AGE_ENV, _MIN_AGE_S) if options.make_room else None,
         min_free=_free_space(options.min_free, _MAX_LEFT_BYTES),
         max_bytes=options.max_size,
         idle_after_s=lock_idle_after(),
@@ -348,7 +370,9 @@ def _prune(options: argparse.Namespace) -> int:
         raise UsageError("--every must be at least 1 second")
     if options.tree is not None:
         min_free = None if options.min_free is None else _free_space(options.min_free)
-        limits = PruneLimits(options.max_size, options.max_age, cache_min_age(), min_free)
+        limits = PruneLimits(
+            options.max_size, options.max_age, _seconds_of(MIN_AGE_ENV, _MIN_AGE_S), min_free
+        )
         return prune_repeatedly(Path(options.tree), limits, every_s=options.every)
     if options.every is not None:
         raise UsageError("--every needs --tree DIR")
@@ -388,3 +412,194 @@ def _not_a_repository(model: str) -> str:
             "such as Qwen/Qwen3-0.6B"
         )
     return f"{model!r} is neither ORG/NAME of a hub nor another source; see `argosy models pull --help`"
+
+
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""The kubelet mounts it, and shows its content as the container's termination message (`terminationMessagePath`)."""
+
+_MAX_KEYS: Final = 8
+"""Keys of a Secret that a message names."""
+
+LOCK_IDLE_ENV: Final = "ARGOSY_LOCK_IDLE"
+
+
+def lock_idle_after() -> float:
+    """Return the seconds that another process which fetches the model may go without progress, before that is told.
+
+    Raises:
+        UsageError: the environment's value is no duration, or none that is longer than 0.
+    """
+    if not (seconds := _seconds_of(LOCK_IDLE_ENV, IDLE_AFTER_S)):
+        raise UsageError(f"{LOCK_IDLE_ENV} must be longer than 0; 10m is the default")
+    return seconds
+
+
+def _seconds_of(variable: str, default: float) -> float:
+    """Return the duration in an environment variable.
+
+    Raises:
+        UsageError: its value is none.
+    """
+    if not (value := os.environ.get(variable)):
+        return default
+    try:
+        return age_seconds(value)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{variable}: {value[:40]!r} {error}") from None
+
+
+@contextmanager
+def pod_fetch(source: str, port: int, shown: Progress) -> Iterator[ProgressMeter]:
+    """Yield a `Progress` that a port reports while the context lasts, and in which SIGTERM ends the process.
+
+    Args:
+        source: the model as the user wrote it.
+        shown: is told everything as well.
+
+    Raises:
+        CommandError: the port is taken, or not permitted.
+        FetchError, TransientError: as in the context, with what to do in a cluster. It is the termination message too.
+    """
+    meter = ProgressMeter(source, shown)
+    try:
+        # A fetch may be killed at any moment, and continues from its journal.
+        with (
+            ends_at_sigterm("stopped by SIGTERM; what has arrived is kept"),
+            ProgressServer(port, meter.report),
+        ):
+            yield meter
+    except CannotListen as error:
+        raise CommandError(str(error)) from None
+    except (FetchError, TransientError) as error:
+        told = type(error)(f"{error}{_remedy_in_a_cluster(error)}")
+        write_termination_message(printable(str(told)))
+        raise told from error
+
+
+def _remedy_in_a_cluster(error: Exception) -> str:
+    """What to do in a manifest, where the error says what to do on a machine; empty if that is the same."""
+    match error:
+        case ModelTooLarge():
+            return "; raise spec.model.cache.sizeLimit"
+        case NoSpace():
+            return "; in a cluster, give the claim more room, or the model another spec.model.cache"
+        case AccessDenied() | ModelHidden():
+            return f"; in a cluster, {_secret()}"
+        case TransientError() if is_unreachable(str(error)):
+            return (
+                "; in a cluster, look at its DNS and at the egress that NetworkPolicies allow, or name a mirror in the "
+                "Secret of spec.model.secretRef"
+            )
+    return ""
+
+
+def _secret() -> str:
+    """Where credentials belong: a Secret, and the keys that the mounted one has."""
+    directory = os.environ.get(DIRECTORY_ENV)
+    if not directory:
+        return "credentials are keys of the Secret that spec.model.secretRef names; none is named"
+    keys = sorted(read_directory(Path(directory)))
+    more = len(keys) - _MAX_KEYS
+    shown = ", ".join(keys[:_MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
+    return f"credentials are keys of the Secret of spec.model.secretRef; it has {shown}"
+
+
+def write_termination_message(message: str, path: Path = TERMINATION_LOG) -> None:
+    """Leave a message for `kubectl describe pod` and the operator, if this is a container of a pod."""
+    with suppress(OSError), path.open("r+") as file:  # never creates it
+        file.write(message)
+        file.truncate()
+
+
+MIN_AGE_ENV: Final = "ARGOSY_CACHE_MIN_AGE"
+_MIN_AGE_S: Final = 3600.0
+"""A model must not have been used for so long before others may take its place."""
+_FIRST_WAIT_S: Final = 3600.0
+
+
+def prune_repeatedly(tree: Path, limits: PruneLimits, *, every_s: float | None) -> int:
+    """Prune once, or again and again until SIGTERM. Then the first round removes nothing by age: after a machine was
+    off for weeks, those who hold models need a while to start, and the round after it sees who does.
+
+    Raises:
+        CommandError: the tree cannot be read.
+    """
+    with ends_at_sigterm("stopped by SIGTERM"):
+        for number in count():
+            is_first = every_s is not None and number == 0
+            started = time.time()
+            try:
+                pruned = prune_tree(tree, replace(limits, max_age=None) if is_first else limits)
+            except OSError as error:
+                raise CommandError(
+                    f"cannot read {tree}: {error.strerror or error}; name the directory with --tree that has the "
+                    "stores of namespaces"
+                ) from error
+            _print(pruned, started)
+            if every_s is None:
+                return OK
+            time.sleep(min(every_s, _FIRST_WAIT_S) if is_first else every_s)
+    raise AssertionError("the rounds do not end")
+
+
+def _print(pruned: TreePruned, now: float) -> None:
+    for model in pruned.removed:
+        unused_for = duration_text(max(0.0, now - model.last_used_at))
+        print(f"removed {model} ({size_text(model.size)}, unused for {unused_for})")
+    for model in pruned.in_use:
+        print(f"{model} is in use and stays")
+    for model, reason in pruned.failed:
+        print(f"cannot remove {model}: {reason}; check its owner and permissions")
+    freed = size_text(sum(model.size for model in pruned.removed))
+    print(f"freed {freed}; {size_text(pruned.kept_bytes)} are left", flush=True)
+
+
+_ENGINE_CHECKS: Final = "argosy_engine.models.config_file"
+"""The engine's refusals of models that it does not serve. Named, not imported, because the command line does not depend
+on the engine, which need not be installed."""
+
+
+def engine_check(uri: SourceUri, **layout: int) -> Callable[[dict[str, Any]], None] | None:
+    """Return the engine's check of a config.json; None if the engine cannot be imported.
+
+    Args:
+        layout: the devices among which the model is divided, as in `spec.parallelism`.
+    """
+    check = _engine_function("check_fetched_config")
+    return None if check is None else partial(check, uri.name, **layout)
+
+
+def check_local_model(source: str, **layout: int) -> None:
+    """Check a model that is on this machine, if the engine can be imported.
+
+    Args:
+        layout: see `engine_check`.
+
+    Raises:
+        UnsupportedModel: the engine could not load it.
+    """
+    if (check := _engine_function("check_local_model")) is not None:
+        check(source, **layout)
+
+
+def _engine_function(name: str) -> Callable[..., None] | None:
+    try:
+        return getattr(import_module(_ENGINE_CHECKS), name)
+    except ModuleNotFoundError:
+        return None
+
+
+@contextmanager
+def fetch_errors() -> Iterator[None]:
+    """Raise the fetcher's errors as those of a command, each on one line.
+
+    Raises:
+        UsageError: the source is malformed.
+        CommandError: the model cannot be fetched.
+    """
+    try:
+        yield
+    except InvalidSource as error:
+        raise UsageError(printable(str(error))) from error
+    except (FetchError, TransientError) as error:
+        raise CommandError(printable(str(error))) from error

@@ -1,8 +1,11 @@
-"""`argosy up`: start the fleet of a manifest on this machine, or change a running one.
+"""`argosy up` and `argosy down`: start the fleet of a manifest on this machine, change a running one, and stop it.
 
-Owns: the command's arguments, what it waits for, and when it gives up. Must not know: how replicas are run.
-Invariants: an invalid manifest, or a model that cannot be fetched, changes nothing; of two at once, the second applies
-its manifest to the fleet that the first has started, or is refused.
+Models are fetched into this machine's store before any replica is told of them, and their replicas get a directory, so
+that an engine that starts again needs neither network nor credentials.
+
+Invariants: an invalid manifest, or a model that cannot be fetched or divided among the devices, changes nothing; of two
+at once, the second applies its manifest to the fleet that the first has started, or is refused. When `down` returns 0,
+no process of the fleet is left, even if none was running before.
 """
 
 from __future__ import annotations
@@ -12,26 +15,48 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from argosy.arguments import Parser, add_state_dir, port, positive_seconds, with_state_dir
-from argosy.commands.down import GRACE_S, stop_fleet
+from msgspec.structs import replace
+
+from argosy.commands.models import check_local_model, engine_check, fetch_errors
 from argosy.errors import INTERRUPTED, OK, CommandError, UsageError
-from argosy.local.child_process import NOTE_PREFIX, tail
-from argosy.local.control_client import ControlClient, connect, start_supervisor
-from argosy.local.control_messages import Apply, FleetStatus, ReplicaStatus, Watch
-from argosy.local.control_server import API_KEY_ENV
-from argosy.local.fleet_models import local_services
-from argosy.local.gpus import local_gpus
+from argosy.local.child_process import DEFAULT_PORT, NOTE_PREFIX, ROUTER_API_KEY_ENV, is_port_free, local_gpus
+from argosy.local.control import (
+    ROUTER_LOG,
+    Apply,
+    ControlClient,
+    FleetStatus,
+    ReplicaStatus,
+    StateDir,
+    Stop,
+    Watch,
+    choose_state_dir,
+    connect,
+    start_supervisor,
+    tail,
+)
 from argosy.local.manifests import read_services
-from argosy.local.router_process import LOG_NAME
-from argosy.local.settings import DEFAULT_PORT, is_port_free
-from argosy.local.state_dir import StateDir, choose_state_dir
-from argosy.terminal import PlainProgress, Progress, progress
+from argosy.terminal import (
+    LiveProgress,
+    Parser,
+    PlainProgress,
+    add_state_dir,
+    port,
+    positive_seconds,
+    progress,
+    with_state_dir,
+)
+from argosy_fetcher.errors import UnsupportedModel
+from argosy_fetcher.progress import LineDisplay, ProgressDisplay, progress_display
+from argosy_fetcher.pull import PulledModel, pull_model
+from argosy_fetcher.source_uri import SourceUri, parse
 from argosy_resource.engine_command import flags_as_fields
+from argosy_resource.types import InferenceService
 
 _MOST_FAILURES: Final = 3
 """Failed starts of one replica after which `up` gives up; the supervisor keeps trying, except if they are hopeless."""
@@ -49,7 +74,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-def main(argv: Sequence[str]) -> int:
+def up(argv: Sequence[str]) -> int:
     options = _parse(argv)
     services = read_services(options.file, gpus=len(local_gpus()))
     if options.api_keys_file is not None:
@@ -141,7 +166,7 @@ def _keys_file(name: str) -> Path:
 
 def _tell_of_keys(path: Path) -> None:
     """Name the lines whose keys the router refuses; it says so in its log only, since it takes the rest of the file."""
-    from argosy_router.auth.key_file import ApiKeys
+    from argosy_router.auth.api_keys import ApiKeys
 
     problems = ApiKeys((), None).problems_of(path)
     for problem in problems[:_MOST_PROBLEMS]:
@@ -164,7 +189,7 @@ def _ensure_supervisor(state: StateDir, options: argparse.Namespace) -> bool:
     """Start a supervisor unless one is running; return whether it was started."""
     if _is_running(state, options):
         return False
-    env = {API_KEY_ENV: os.environ.get(API_KEY_ENV, "")}
+    env = {ROUTER_API_KEY_ENV: os.environ.get(ROUTER_API_KEY_ENV, "")}
     arguments = ["--port", str(options.port or DEFAULT_PORT)]
     if options.api_keys_file is not None:
         arguments += ["--api-keys-file", str(options.api_keys_file)]
@@ -194,13 +219,13 @@ def _is_running(state: StateDir, options: argparse.Namespace) -> bool:
         raise UsageError(
             f"the fleet already listens on {status.router.url}; `argosy down` first to change the port"
         )
-    api_key = os.environ.get(API_KEY_ENV, "")
+    api_key = os.environ.get(ROUTER_API_KEY_ENV, "")
     required = status.router.api_key_fingerprint if status else None
     if api_key and required is not None and required != state.fingerprint(api_key):
         present = "another key" if required else "no key"
         raise UsageError(
-            f"the fleet already runs, and requires {present} of clients, not the one in {API_KEY_ENV}; `argosy down` "
-            f"first to change the key, or unset {API_KEY_ENV}"
+            f"the fleet already runs, and requires {present} of clients, not the one in {ROUTER_API_KEY_ENV}; "
+            f"`argosy down` first to change the key, or unset {ROUTER_API_KEY_ENV}"
         )
     present_file = status.router.api_keys_file if status else None
     if keys_file is not None and present_file is not None and str(keys_file) != present_file:
@@ -213,7 +238,12 @@ def _is_running(state: StateDir, options: argparse.Namespace) -> bool:
 
 
 def _wait_until_settled(
-    client: ControlClient, state: StateDir, shown: Progress, timeout_s: float, *, is_left: bool
+    client: ControlClient,
+    state: StateDir,
+    shown: PlainProgress | LiveProgress,
+    timeout_s: float,
+    *,
+    is_left: bool,
 ) -> FleetStatus:
     """Wait until the fleet is ready.
 
@@ -272,7 +302,7 @@ def _failure(status: FleetStatus, restarts_before: dict[str, int]) -> Failure | 
         and router.pid is None
         and (router.restarts >= _MOST_FAILURES or "taken" in router.reason)
     ):
-        return Failure(LOG_NAME, router.reason)
+        return Failure(ROUTER_LOG, router.reason)
     return None
 
 
@@ -299,3 +329,104 @@ def summary(status: FleetStatus) -> str:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+GRACE_S: Final = 10.0
+
+
+def down(argv: Sequence[str]) -> int:
+    parser = Parser(prog="argosy down", description="Stop the fleet on this machine.")
+    parser.add_argument(
+        "--grace",
+        type=positive_seconds,
+        default=GRACE_S,
+        metavar="S",
+        help="how long running requests may take to finish (%(default)s)",
+    )
+    add_state_dir(parser)
+    options = parser.parse_args(argv)
+    state = choose_state_dir(options.state_dir)
+    if not stop_fleet(state, options.grace):
+        print(f"no fleet is running in {state.root}")
+    return OK
+
+
+def stop_fleet(state: StateDir, grace_s: float) -> bool:
+    """Stop the fleet and wait until it is gone; False if there was none."""
+    connection = state.connect()
+    if connection is None:
+        return False
+    client = ControlClient(connection, Stop(grace_s=grace_s))
+    shown = progress()
+    try:
+        while (status := client.next_status()) is not None:
+            shown.show(status)
+    finally:
+        shown.close()
+        client.close()
+    print("the fleet is stopped", flush=True)
+    return True
+
+
+@contextmanager
+def local_services(
+    services: Sequence[InferenceService], *, is_plain: bool = False
+) -> Iterator[tuple[InferenceService, ...]]:
+    """Yield the services with directories as the sources of what they serve. Until the end nobody can remove these.
+
+    Args:
+        is_plain: show lines, although there is a terminal.
+
+    Raises:
+        UsageError: a source is malformed, or a model of this machine cannot be loaded.
+        CommandError: a model cannot be fetched.
+    """
+    with ExitStack() as held, fetch_errors():
+        models: dict[SourceUri, PulledModel] = {}
+        for service in filter(_is_served, services):  # all before the first fetch, which may take an hour
+            _check_local(service)
+        for service in services:
+            uri = parse(service.spec.model.source)
+            if uri.is_remote and uri not in models and _is_served(service):
+                with _display(is_plain) as shown:
+                    check = engine_check(uri, **service.spec.parallelism.layout)
+                    models[uri] = pull_model(uri, progress=shown, check_config=check)
+                held.callback(models[uri].close)
+        local = tuple(_localized(service, models) for service in services)
+        for service in filter(_is_served, local):  # a model that was in the store, or of several services
+            _check_local(service)
+        kept = held.pop_all()
+    with kept:
+        yield local
+
+
+def _check_local(service: InferenceService) -> None:
+    source = service.spec.model.source
+    if parse(source).is_remote:
+        return
+    try:
+        check_local_model(source, **service.spec.parallelism.layout)
+    except UnsupportedModel as error:
+        fields = flags_as_fields(str(error))
+        text = f"{error} ({fields})" if fields else str(error)
+        raise UsageError(f"{service.key}: {text}; nothing was changed") from error
+
+
+def _is_served(service: InferenceService) -> bool:
+    return service.spec.replicas > 0 and not service.spec.paused
+
+
+def _localized(service: InferenceService, models: dict[SourceUri, PulledModel]) -> InferenceService:
+    found = models.get(parse(service.spec.model.source))
+    if found is None:
+        return service
+    model = replace(service.spec.model, source=f"file://{found.path}", secret_ref=None, cache=None)
+    return replace(service, spec=replace(service.spec, model=model))
+
+
+def _display(is_plain: bool) -> ProgressDisplay:
+    return LineDisplay(_write) if is_plain else progress_display()
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,47 +1,209 @@
 """Supervisor of a local fleet: it makes the running processes equal to the manifests.
 
-Owns: the desired services, the replicas, the fleet file and the router's process. Must not know: terminals, sockets
-(`argosy.local.control_server` handles those). It is level-based like the operator: every event only marks the fleet
-dirty; one task then compares the desired state with the present one (`rollout.next_step`) and acts.
+It is level-based like the operator: every event only marks the fleet dirty; one task then compares the desired state
+with the present one (`next_step`) and acts. `ControlServer` answers commands on the control socket. This module is the
+supervisor's program: `argosy up` starts `python -m argosy.local.supervisor`.
 
-Invariants: the fleet file lists a replica only while its engine is ready or draining; a draining replica is stopped
-once the router has reported it as draining with nothing in flight, or at its deadline; an unchanged manifest changes
-nothing.
+`next_step` is a rolling update as a pure function. `argosy_resource.rollout` sets the bounds and decides what
+halts a rollout, as it does for the operator. Within the bounds the rules are those of a Deployment's rolling update,
+with one difference: a replica that still drains counts against the surge, since it holds its memory until it is gone.
+
+Invariants: there is one supervisor per state directory. The fleet file lists a replica only while its engine is ready
+or draining; a draining replica is stopped once the router has reported it as draining with nothing in flight, or at its
+deadline; an unchanged manifest changes nothing. A client that does not read is disconnected and never delays the fleet;
+the socket is removed before the process exits.
+
+No step takes the available replicas below `replicas - unavailable` (or below their present number), nor, until a new
+one is available, those that are available or will soon be so again; none takes the processes above `replicas + surge`
+(or above their present number), and as long as new replicas become available, the steps end with exactly the desired
+replicas. While a rollout is halted, no replica is replaced.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
-from argosy.local.batch_process import BatchProcess
-from argosy.local.control_messages import (
+from argosy.local.child_process import DEFAULT_PORT, ROUTER_API_KEY_ENV, Settings, choose_gpus, local_gpus
+from argosy.local.control import (
+    MAX_MESSAGE_BYTES,
+    Apply,
     BatchStatus,
     FleetStatus,
+    Refused,
     ReplicaStatus,
+    Reply,
     RouterStatus,
     ServiceStatus,
+    StateDir,
+    Stop,
+    decode_request,
+    encode,
 )
-from argosy.local.gpus import choose_gpus, local_gpus
-from argosy.local.replica import Replica
-from argosy.local.rollout import Goal, Member, goal, next_step, revision_of, threads_per_replica
-from argosy.local.router_process import RouterProcess
-from argosy.local.settings import Settings
-from argosy.local.state_dir import StateDir
-from argosy_protocol.bearer_keys import internal_key
+from argosy.local.processes import BatchProcess, Replica, RouterProcess
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
+from argosy_protocol.headers import internal_key
+from argosy_resource.engine_command import engine_args, engine_env
 from argosy_resource.fleet_document import fleet_service
+from argosy_resource.rollout import RolloutReplica, halting_replica, may_replace_in_place, rollout_bounds
 from argosy_resource.types import InferenceService
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Goal:
+    """Desired state of one service."""
+
+    replicas: int
+    revision: str
+    surge: int
+    unavailable: int
+    most: int | None = None
+    """Replicas that the hardware can hold, including draining ones; None for no bound."""
+    halted_by: str = ""
+    """Name of the new replica whose failure halts the rollout; empty if it is not halted."""
+
+    @property
+    def waits_for_capacity(self) -> bool:
+        """Whether no replica can be replaced now: there is no room for a surge, and none may be unavailable."""
+        return self.surge == 0 and self.unavailable == 0
+
+
+class Member(NamedTuple):
+    """A replica as the plan sees it. Members are ordered oldest first."""
+
+    name: str
+    revision: str
+    is_available: bool
+    """Whether the router may send it requests; for a new replica, only once it has been ready for `min_ready_s`."""
+    is_leaving: bool
+    """Whether it is draining or stopping."""
+    is_unreported: bool = False
+    """Whether its engine is ready, but the router has not reported yet whether it serves."""
+    has_failed: bool = False
+    """Whether its process ended, and no later one has been ready for `min_ready_s`."""
+    has_served: bool = False
+    """Whether one of its processes has been ready."""
+    is_recovering: bool = False
+    """Whether it served until a moment ago, and restarts."""
+
+
+class Step(NamedTuple):
+    """Number of replicas to start and names of replicas to retire now. The next step follows from its effects."""
+
+    start: int
+    retire: tuple[str, ...]
+
+
+def revision_of(service: InferenceService) -> str:
+    """Hash of what determines a replica's process; an edit that does not change it restarts nothing."""
+    process = (engine_args(service, host="", port=0), engine_env(service), service.spec.gpus)
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(process, order="sorted"))[:8]
+
+
+def goal(service: InferenceService, members: Sequence[Member] = (), *, capacity: int | None = None) -> Goal:
+    """The service's goal.
+
+    If there is no GPU for a surge, a change replaces replicas in place, or waits if that would take the last routable
+    replica and the manifest does not allow it.
+
+    Args:
+        members: the service's present replicas.
+        capacity: number of replicas that fit on the GPUs that no other service holds; None if replicas need no GPU.
+    """
+    wanted = revision_of(service)
+    replicas = [_as_the_policy_sees(member, wanted) for member in members if not member.is_leaving]
+    free = None if capacity is None else max(0, capacity - service.spec.replicas)
+    bounds = rollout_bounds(
+        service.spec.rollout,
+        replicas,
+        is_in_place=free == 0 and may_replace_in_place(service.spec.rollout, service.spec.replicas),
+        free=free,
+    )
+    halting = halting_replica(replicas)
+    return Goal(
+        replicas=service.spec.replicas,
+        revision=wanted,
+        surge=bounds.surge,
+        unavailable=bounds.unavailable,
+        most=capacity,
+        halted_by="" if halting is None else halting.name,
+    )
+
+
+def _as_the_policy_sees(member: Member, revision: str) -> RolloutReplica:
+    """Describe a member to the policy. An old one that the router has not reported on, or that has served and fails for
+    a moment, counts as serving: there is still something to lose."""
+    is_new = member.revision == revision
+    return RolloutReplica(
+        member.name,
+        is_new=is_new,
+        is_serving=member.is_available or (not is_new and (member.is_unreported or member.has_served)),
+        has_failed=member.has_failed,
+    )
+
+
+def next_step(goal: Goal, members: Sequence[Member]) -> Step:
+    """Compute which replicas to start and to retire now."""
+    staying = [member for member in members if not member.is_leaving]
+    current = [member for member in staying if member.revision == goal.revision]
+    old = [member for member in staying if member.revision != goal.revision]
+
+    if goal.halted_by:  # only scale down
+        return Step(0, (*_surplus(current, goal.replicas), *_surplus(old, goal.replicas)))
+
+    # An old replica that fails for a moment may be the last one that works, until a new one has proved itself.
+    is_new_proved = any(member.is_available for member in current)
+    down = [member for member in old if not (member.is_available or member.is_unreported)]
+    kept = [
+        member
+        for member in down
+        if not is_new_proved and (member.is_recovering or (member.has_served and current))
+    ]
+    retire = [member.name for member in down if member not in kept]
+    retire += _surplus(current, goal.replicas)
+    available = sum(member.is_available for member in staying if member.name not in retire)
+    floor = max(0, goal.replicas - goal.unavailable)
+    if not current:
+        retire += [member.name for member in kept[: max(0, available + len(kept) - floor)]]
+    if available >= floor:
+        retire += [member.name for member in old if member.is_unreported]
+    retire += [member.name for member in old if member.is_available][: max(0, available - floor)]
+
+    missing = max(0, goal.replicas - len(current))
+    most = goal.replicas + goal.surge
+    if goal.most is not None:
+        most = min(most, goal.most)
+    room = max(0, most - len(members))
+    return Step(min(missing, room), tuple(retire))
+
+
+def _surplus(members: Sequence[Member], replicas: int) -> list[str]:
+    """Names of the members beyond `replicas`: unavailable ones first, then the youngest, whose caches are the
+    smallest."""
+    ranked = sorted(enumerate(members), key=lambda pair: (pair[1].is_available, -pair[0]))
+    return [member.name for _, member in ranked[: max(0, len(members) - replicas)]]
+
+
+def threads_per_replica(services: Sequence[InferenceService], cores: int) -> int:
+    """Default CPU threads of a replica: the cores divided among all replicas, at least 1."""
+    replicas = sum(service.spec.replicas for service in services)
+    return max(1, cores // max(1, replicas))
+
+
+log = logging.getLogger("argosy.local.supervisor")  # as a program this module is __main__
 
 _KEPT_LOGS: Final = 10
 """Number of logs kept of replicas that are gone, so that one can look up why."""
@@ -147,8 +309,6 @@ class Supervisor:
             pid=os.getpid(), router=router, services=services, batch=batch, is_stopping=self._is_stopping
         )
 
-    # reconcile
-
     async def _reconcile_forever(self) -> None:
         while True:
             await self._dirty.wait()
@@ -244,8 +404,6 @@ class Supervisor:
         serial = self._serials[service.key] = self._serials.get(service.key, -1) + 1
         return f"{prefix}-{serial}"
 
-    # the fleet file
-
     def _write_fleet(self) -> None:
         document = FleetDocument(
             services=tuple(self._fleet_service(self._wanted[key]) for key in sorted(self._wanted))
@@ -282,8 +440,6 @@ class Supervisor:
         if entry is None:
             return self._router.report.fleet_revision == self._fleet_revision
         return entry.state == "draining" and entry.inflight == 0
-
-    # status
 
     def _replicas_of(self, key: str) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.service.key == key]
@@ -385,3 +541,120 @@ class Supervisor:
 
 def _without_replicas(service: InferenceService) -> InferenceService:
     return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, replicas=0))
+
+
+_UNREAD_LIMIT_BYTES: Final = 1 << 20
+
+
+class ControlServer:
+    """Answers commands, and sends the fleet's status to watching clients."""
+
+    def __init__(self, state: StateDir, settings: Settings) -> None:
+        self._supervisor = Supervisor(state, settings, self._publish)
+        self._state = state
+        self._stop = asyncio.Event()
+        self._grace_s = 0.0
+        self._watchers: set[asyncio.StreamWriter] = set()
+        self._last: FleetStatus | None = None
+
+    async def run(self, notify: int | None) -> None:
+        """Serve until a command or signal stops the fleet. The descriptor `notify` is closed once commands are
+        answered."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        listener = self._state.listen()
+        listener.setblocking(False)
+        server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_MESSAGE_BYTES)
+        if notify is not None:
+            os.close(notify)
+        try:
+            await self._supervisor.run(self._stop, lambda: self._grace_s)
+        finally:
+            server.close()
+            self._state.control_socket.unlink(missing_ok=True)
+            self._state.fleet_file.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stops_fleet = False
+        try:
+            line = await reader.readline()
+            try:
+                request = decode_request(line)
+            except msgspec.DecodeError as error:
+                self._send(
+                    writer, Refused(message=f"this supervisor does not understand the command: {error}")
+                )
+                return
+            if isinstance(request, Stop):
+                self._grace_s = request.grace_s
+                self._stop.set()
+            elif isinstance(request, Apply):
+                if self._stop.is_set():
+                    self._send(
+                        writer, Refused(message="the fleet is stopping; try again when it has stopped")
+                    )
+                    return
+                stops_fleet = request.stop_on_disconnect
+                self._supervisor.apply(request.services)
+            self._send(writer, self._supervisor.status())
+            self._watchers.add(writer)
+            await reader.read()  # until the client disconnects; it sends nothing more
+        except (ConnectionError, ValueError):
+            pass
+        finally:
+            self._watchers.discard(writer)
+            if stops_fleet:
+                self._stop.set()
+            writer.close()
+
+    def _publish(self, status: FleetStatus) -> None:
+        if status == self._last:
+            return
+        self._last = status
+        for writer in list(self._watchers):
+            self._send(writer, status)
+
+    def _send(self, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        if writer.transport.get_write_buffer_size() > _UNREAD_LIMIT_BYTES:
+            self._watchers.discard(writer)
+            writer.transport.abort()
+        else:
+            writer.write(encode(reply))
+
+
+def serve(state: StateDir, settings: Settings, notify: int | None = None) -> int:
+    """Run the supervisor in this process."""
+    state.create()
+    lock = state.lock()
+    if lock is None:
+        print(f"another supervisor owns {state.root}; try again", file=sys.stderr)
+        return 1
+    for old in state.logs.iterdir():
+        if not old.name.startswith("supervisor."):
+            old.unlink()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(ControlServer(state, settings).run(notify))
+    return 0  # the lock is released by the process's end, so that no other supervisor starts before that
+
+
+def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
+    """Entry point of `python -m argosy.local.supervisor`, which `argosy up` starts."""
+    parser = argparse.ArgumentParser(prog="python -m argosy.local.supervisor")
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--api-keys-file", default="")
+    parser.add_argument("--notify-fd", type=int)
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    settings = replace(
+        settings or Settings(),
+        port=options.port,
+        api_key=os.environ.pop(ROUTER_API_KEY_ENV, ""),
+        api_keys_file=options.api_keys_file,
+    )
+    return serve(StateDir(options.state_dir), settings, options.notify_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from argosy_protocol.load_report import ReplicaLoadReport, ServiceLoadReport
+from argosy_protocol.reports import ReplicaLoadReport, ServiceLoadReport
 from chaos.api import Object, until
 from chaos.fault import Fault, require, uids
 from chaos.faults.load import writes_at_rest

@@ -22,8 +22,8 @@ from msgspec import Struct
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
-from argosy_engine.checkpoint.folder_check import check_folder
-from argosy_engine.checkpoint.safetensors_header import checkpoint_elements
+from argosy_engine.checkpoint.model_folder import check_folder
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.checkpoint.stored_tensors import (
     check_further_layers,
     check_label_head,
@@ -35,24 +35,24 @@ from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_token
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.chat_template import ChatTemplate
-from argosy_engine.frontend.memory_report import budget_table, size
-from argosy_engine.frontend.model_source import is_remote, model_headers
-from argosy_engine.model_configs.encoder_config import EncoderConfig
+from argosy_engine.frontend.model_source import budget_table, is_remote, model_headers, size
 from argosy_engine.model_configs.model_config import ModelConfig, read_json
 from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
     no_fp8_product,
 )
-from argosy_engine.model_configs.sharding import check_tensor_parallel
-from argosy_engine.model_configs.stage import Stage, all_stages, check_pipeline_parallel
-from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.sharding import (
+    Stage,
+    all_stages,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+)
+from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
 from argosy_engine.parsers.parser_registry import choose_parsers
-from argosy_engine.request_defaults import sampling_defaults
-from argosy_engine.resolved_config import MemoryBudget
-from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory, gpu_memory
+from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,
     dummy_elements,
@@ -65,7 +65,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     stage_elements,
     used_elements,
 )
-from argosy_engine.sizing.rank_resources import check_gpus
+from argosy_engine.sizing.resources import DeviceMemory, check_gpus, choose_dtype, cpu_memory, gpu_memory
 
 _EXIT_CODES = (
     "Exit codes: 0 it fits, 1 it does not, or the model's source does not answer or the disk is full, 2 wrong usage, "

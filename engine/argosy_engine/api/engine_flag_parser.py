@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.parsers.parser_registry import check_parser_flags
-from argosy_engine.vllm_flag_lists import RARE_REFUSED, RARE_WITHOUT_EFFECT, REFUSED, WITHOUT_EFFECT
-from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
+from argosy_engine.vllm_flags import (
+    RARE_REFUSED,
+    RARE_WITHOUT_EFFECT,
+    REFUSED,
+    WITHOUT_EFFECT,
+    add_vllm_flags,
+    check_vllm_flags,
+)
 from argosy_engine.vllm_settings import SETTINGS, with_vllm_settings
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from argosy_engine.api.http.http_protocol import HttpLimits
-from argosy_engine.api.http.tls import CertificateFiles
-from argosy_protocol.program.browser_origins import origins_problem
-from argosy_protocol.program.flags import Flag, InvalidValue
+from argosy_engine.api.http.http_server import CertificateFiles
+from argosy_protocol.program.flags import Flag, InvalidValue, origins_problem
 
 ITERATION_TIMEOUT_S = 120.0
 """A core without a heartbeat for this long counts as hung. A step of a large prompt on a slow CPU takes tens of

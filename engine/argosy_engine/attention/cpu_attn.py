@@ -1,4 +1,6 @@
-"""Backend `cpu`: our C++ kernels. One call attends for a step's prompts and decodes, without gathering the cache.
+"""Backend `cpu`: our C++ kernels. One call attends for a step's prompts and decodes, without gathering the cache. One
+runs all layers of a Llama-style decoder, because for a model of a few million parameters calling the kernels one by one
+from Python takes twice as long.
 
 The kernels use their own layout inside a block (src/step.h), so a layer's cache must be written and read by the same
 backend. The shape and size of `kv_cache` are the same as for other backends.
@@ -7,28 +9,35 @@ backend. The shape and size of `kv_cache` are the same as for other backends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import POINTER, pointer
 
 import torch
 
-from argosy_engine.attention.backend import AttentionWeights, DecoderParts
-from argosy_engine.attention.latent import LatentWeights
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native_decoder import NativeDecoder, Scratch
-from argosy_engine.attention.native_step import native_step
-from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
-from argosy_engine.attention.torch_rms_norm import rms_norm
-from argosy_engine.native.library import AttentionLayerStruct, Kernels, kernels
+from argosy_engine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionWeights,
+    DecoderParts,
+    rms_norm,
+)
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.native.library import (
+    AttentionLayerStruct,
+    DecoderLayerStruct,
+    Kernels,
+    StepStruct,
+    allocate,
+    kernels,
+)
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Attention by the CPU kernels.
 
     Args:
         dtype: of the activations; the kernels must support it.
         loaded: kernels to use; default: those for this CPU, which must be available.
     """
-
-    uses_triton = False
 
     def __init__(self, dtype: torch.dtype, loaded: Kernels | None = None) -> None:
         found = loaded or kernels()
@@ -39,9 +48,6 @@ class CpuBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> CpuAttention:
         return CpuAttention(self._kernels, self._dtype, params, weights)
-
-    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
-        return None
 
     def fuse_decoder(self, layers: Sequence[DecoderParts]) -> NativeDecoder | None:
         attention = [impl for layer in layers if isinstance(impl := layer.attention.impl, CpuAttention)]
@@ -130,3 +136,93 @@ class CpuAttention:
             _, layer.num_blocks, layer.block_size, _, _ = kv_cache.shape
             layer.k_cache = address
             layer.v_cache = address + kv_cache.stride(0) * kv_cache.itemsize
+
+
+class NativeStep:
+    """Keeps the tensors alive that `struct` points to."""
+
+    def __init__(self, meta: AttentionMetadata) -> None:
+        tables = meta.block_table
+        tensors = meta.positions, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, tables
+        self._kept_alive = tensors
+        positions, slots, query_starts, seq_lens, block_tables = (tensor.data_ptr() for tensor in tensors)
+        self.struct = StepStruct(
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            table_stride=tables.stride(0),
+            num_tokens=len(meta.slot_mapping),
+            num_requests=len(meta.seq_lens),
+        )
+
+
+def native_step(meta: AttentionMetadata) -> StepStruct:
+    """Return a step's metadata in the kernels' form, created on the first call and shared by all layers."""
+    step = meta.shared.get(NativeStep)
+    if step is None:
+        step = meta.shared[NativeStep] = NativeStep(meta)
+    return step.struct
+
+
+class Scratch:
+    """Memory that kernel calls use one after another; it grows to what the largest of them needs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def of(self, wanted: int) -> torch.Tensor:
+        """Return at least so many elements."""
+        if len(self._memory) < wanted:
+            self._memory = allocate((wanted,), self._memory.dtype)
+        return self._memory
+
+
+class NativeDecoder:
+    """All layers of a decoder as one kernel call.
+
+    Args:
+        attention: of each layer.
+        layers: every part has a kernel, and all layers are of the same widths and `eps`.
+        scratch: of the layers' dtype.
+    """
+
+    def __init__(
+        self,
+        loaded: Kernels,
+        attention: Sequence[CpuAttention],
+        layers: Sequence[DecoderParts],
+        scratch: Scratch,
+    ) -> None:
+        self._kernels = loaded
+        self._attention = attention
+        self._layers = layers
+        self._eps = layers[0].input_norm.eps
+        self._structs = (DecoderLayerStruct * len(layers))(
+            *(_struct(each.layer, layer) for each, layer in zip(attention, layers, strict=True))
+        )
+        self._steps = (POINTER(StepStruct) * len(layers))()
+        self._scratch = scratch
+
+    def __call__(self, x: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        for index, (attention, layer) in enumerate(zip(self._attention, self._layers, strict=True)):
+            attention.bind(layer.attention.kv_cache)
+            self._steps[index] = pointer(native_step(meta.of_group(layer.attention.group)))
+        scratch = self._scratch.of(self._kernels.decoder_scratch(self._structs[0], *x.shape))
+        self._kernels.decoder(self._structs, self._steps, x, scratch, self._eps)
+        return x
+
+
+def _struct(attention: AttentionLayerStruct, layer: DecoderParts) -> DecoderLayerStruct:
+    linears = layer.qkv, layer.output, layer.gate_up, layer.down
+    qkv, output, gate_up, down = (part.packed.struct for part in linears if part.packed)
+    return DecoderLayerStruct(
+        layer.input_norm.weight.data_ptr(),
+        layer.post_norm.weight.data_ptr(),
+        pointer(attention),
+        qkv,
+        output,
+        gate_up,
+        down,
+    )

@@ -6,17 +6,19 @@ cache's layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from argosy_engine.attention.backend import AttentionWeights, DecoderParts
-from argosy_engine.attention.flash_attn_versions import installed_versions, version_for
-from argosy_engine.attention.latent import LatentWeights
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.params import AttentionParams, LatentAttentionParams
+from argosy_engine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionWeights,
+)
+from argosy_engine.attention.params import AttentionParams
+from argosy_engine.attention.selector import installed_versions, version_for
 from argosy_engine.attention.triton_attn import prepare
 from argosy_engine.errors import ConfigError
 
@@ -24,7 +26,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, AttentionParam
 """Maps queries [T, num_heads, head_dim] and a layer's cache to the attention's output, of the queries' shape."""
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(AttentionBackend):
     """Attention by the version of flash-attn that suits the current device.
 
     Raises:
@@ -39,12 +41,6 @@ class FlashAttnBackend:
 
     def attention(self, params: AttentionParams, weights: AttentionWeights) -> FlashAttention:
         return FlashAttention(params, weights, self._attend)
-
-    def latent_attention(self, params: LatentAttentionParams, weights: LatentWeights) -> None:
-        return None
-
-    def fuse_decoder(self, layers: Sequence[DecoderParts]) -> None:
-        return None
 
 
 class FlashAttention:

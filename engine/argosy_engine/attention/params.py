@@ -18,6 +18,10 @@ from argosy_engine.attention.kv_cache_spec import (
     SlidingWindowSpec,
 )
 
+WORKSPACE_BYTES = 256 << 20
+"""Limit on the gathered keys and values, or the scores, that the torch backend materialises at a time. Exceeded only
+where a single request, or a single query, takes more."""
+
 
 class AttentionParams(Struct, frozen=True, kw_only=True):
     """Constants of one layer's causal, grouped-query attention."""
@@ -69,7 +73,7 @@ class LatentAttentionParams(Struct, frozen=True, kw_only=True):
 
     The cache keeps one vector per token, which all heads share: a latent of `kv_lora_rank` elements and a rotated key
     of `qk_rope_head_dim`. A head's key is a product of the latent, beside that rotated key; its value is another
-    product of the latent (`latent`).
+    product of the latent (`backend`).
     """
 
     num_heads: int

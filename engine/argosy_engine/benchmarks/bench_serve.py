@@ -18,23 +18,36 @@ from typing import Any, Final
 
 import numpy as np
 
-from argosy_engine.benchmarks import result_file
-from argosy_engine.benchmarks.arrivals import arrival_times
-from argosy_engine.benchmarks.benchmark_error import FAILURE, BenchmarkError
-from argosy_engine.benchmarks.endpoint_check import list_models, wait_until_ready
-from argosy_engine.benchmarks.endpoint_request import RequestTemplate
-from argosy_engine.benchmarks.load_generator import LoadResult, run_load
-from argosy_engine.benchmarks.plot import page
-from argosy_engine.benchmarks.prompt_alignment import align_prompts
-from argosy_engine.benchmarks.prompt_datasets import SampleRequest, with_ids
-from argosy_engine.benchmarks.prompt_tokenizer import PromptTokenizer, WordTokenizer, load_tokenizer
-from argosy_engine.benchmarks.run_progress import run_progress
+from argosy_engine.benchmarks.benchmark_command import (
+    FAILURE,
+    SERVE_REFUSED,
+    SERVE_WITHOUT_EFFECT,
+    BenchmarkError,
+    run_progress,
+)
+from argosy_engine.benchmarks.endpoint_check import align_prompts, list_models, wait_until_ready
+from argosy_engine.benchmarks.load_generator import LoadResult, RequestTemplate, arrival_times, run_load
+from argosy_engine.benchmarks.prompt_datasets import (
+    PromptTokenizer,
+    SampleRequest,
+    WordTokenizer,
+    load_tokenizer,
+    with_ids,
+)
 from argosy_engine.benchmarks.serve_args import BenchServeArgs, pairs
-from argosy_engine.benchmarks.serving_metrics import serving_metrics
-from argosy_engine.benchmarks.serving_report import first_errors, report
+from argosy_engine.benchmarks.serving_report import (
+    first_errors,
+    page,
+    prepare_result_file,
+    report,
+    result_document,
+    result_path,
+    save_result,
+    serving_metrics,
+    shown_metrics,
+)
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
-from argosy_engine.benchmarks.vllm_bench_flags import SERVE_REFUSED, SERVE_WITHOUT_EFFECT
-from argosy_engine.osproc.file_descriptors import raise_limit
+from argosy_engine.osproc import raise_descriptor_limit
 from argosy_engine.vllm_flags import add_vllm_flags, check_vllm_flags
 from argosy_protocol.program.flags import FlagParser, InvalidValue
 
@@ -63,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.build(BenchServeArgs, options)
         args.check()
-        raise_limit()  # each request in flight has a connection
+        raise_descriptor_limit()  # each request in flight has a connection
         return uvloop.run(run(args))
     except InvalidValue as error:
         parser.error(str(error))
@@ -87,9 +100,9 @@ async def run(args: BenchServeArgs) -> int:
         model_id = args.model or _first(known, client.url)
         name = args.served_model_name or model_id
         date = datetime.now().astimezone()
-        path = result_file.result_path(args, model_id, date)
+        path = result_path(args, model_id, date)
         if args.save_result or args.append_result or args.is_plotted:
-            result_file.prepare(path)
+            prepare_result_file(path)
         tokenizer, tokenizer_id = _tokenizer(args, model_id)
         prefix = args.request_id_prefix
         samples = args.data.samples(tokenizer, args.seed, is_chat=args.backend == "openai-chat")
@@ -149,7 +162,7 @@ def _publish(args: BenchServeArgs, result: LoadResult, path: Path, **facts: Any)
         print(errors, file=sys.stderr)
     text = report(
         metrics,
-        result_file.shown_metrics(args),
+        shown_metrics(args),
         is_pooling=args.is_pooling,
         max_concurrency=args.max_concurrency,
         request_rate=None if args.request_rate == float("inf") else args.request_rate,
@@ -162,8 +175,8 @@ def _publish(args: BenchServeArgs, result: LoadResult, path: Path, **facts: Any)
             file=sys.stderr,
         )
     if args.save_result or args.append_result:
-        document = result_file.result_document(args, metrics, result.outputs, **facts)
-        result_file.save(path, document, appends=args.append_result)
+        document = result_document(args, metrics, result.outputs, **facts)
+        save_result(path, document, appends=args.append_result)
         print(f"saved {path}", file=sys.stderr)
     if args.is_plotted:
         drawn = path.with_suffix(".html")

@@ -1,23 +1,192 @@
 """Prompt data sets: random tokens, repeated prefixes, conversations of a ShareGPT file, prompts of a JSONL file.
 
-Owns: reading and making prompts, by the rules of vllm.benchmarks.datasets. Must not know: where they are sent.
+Owns: reading and making prompts, by the rules of vllm.benchmarks.datasets, their flags, and their tokenizer: one on
+this machine, in the store or at its source, or the stand-in for a model that publishes none. Nothing but config and
+tokenizer is fetched, and no code of a checkpoint runs. Must not know: where prompts are sent.
 Invariant: a seed makes the same prompts again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
-from argosy_engine.benchmarks.benchmark_error import BenchmarkError
-from argosy_engine.benchmarks.prompt_tokenizer import PromptTokenizer
+from argosy_engine.benchmarks.benchmark_command import FAILURE, BenchmarkError
+from argosy_engine.errors import ConfigError, InvalidRequest
+from argosy_protocol.program.flags import Flag
+
+
+class PromptTokenizer(Protocol):
+    """What data sets need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, without those that were added to the vocabulary."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that a random prompt must not have."""
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Number of tokens that the server adds to a prompt."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+
+    def chat_prompt(self, content: str, arguments: Mapping[str, Any] | None = None) -> str:
+        """Render a user's message with the model's chat template, or return it as it is if the model has none.
+
+        Args:
+            arguments: variables of the template.
+
+        Raises:
+            BenchmarkError: the template cannot take it.
+        """
+
+
+class WordTokenizer:
+    """Stands in for a tokenizer that is not to be had: one token per word, of words that most vocabularies have whole.
+
+    The lengths of its prompts are about right, and the server's usage tells the exact ones.
+    """
+
+    num_special_tokens = 0
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self._ids = {word: number for number, word in enumerate(_WORDS)}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(_WORDS)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(word, 0) for word in re.findall(r"\w+|[^\w\s]", text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(_WORDS[token_id] for token_id in ids)
+
+    def chat_prompt(self, content: str, arguments: Mapping[str, Any] | None = None) -> str:
+        return content
+
+
+class FolderTokenizer:
+    """The tokenizer of a model's folder.
+
+    Raises (from the constructor):
+        ConfigError: the folder has no readable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer
+        from argosy_engine.frontend.renderer import open_tokenizer
+
+        self._folder = folder
+        self._tokenizer = open_tokenizer(prepare_tokenizer(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.backend.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._tokenizer.special_ids
+
+    @property
+    def num_special_tokens(self) -> int:
+        return sum(self._tokenizer.num_added)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def chat_prompt(self, content: str, arguments: Mapping[str, Any] | None = None) -> str:
+        from argosy_engine.frontend.chat_template import ChatTemplate
+        from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
+
+        try:
+            template = ChatTemplate.load(self._folder)
+            if template is None:
+                return content
+            message = ChatMessage(role="user", content=content)
+            return template.render(
+                ChatCompletionRequest(messages=[message], chat_template_kwargs=dict(arguments or {}) or None)
+            )
+        except (ConfigError, InvalidRequest) as error:
+            raise BenchmarkError(
+                f"the chat template of {self._folder}: {error}; --skip-chat-template sends prompts as they are"
+            ) from None
+
+
+def load_tokenizer(name: str) -> PromptTokenizer:
+    """Load a tokenizer by the model's name: a directory, `builtin://tiny`, `ORG/NAME` of a hub, or another source.
+
+    Raises:
+        BenchmarkError: there is none, or its source does not answer.
+    """
+    try:
+        return FolderTokenizer(_folder(name))
+    except ConfigError as error:
+        raise BenchmarkError(
+            f"no tokenizer for {name!r} ({error}): it must be a directory or ORG/NAME that has one"
+        ) from None
+
+
+def _folder(name: str) -> Path:
+    """Return a directory with the model's tokenizer, fetched if it is not on this machine.
+
+    Raises:
+        ConfigError: there is no such model.
+        BenchmarkError: its source does not answer.
+    """
+    from argosy_engine.checkpoint.model_folder import resolve_model
+    from argosy_fetcher.errors import FetchError, TransientError
+    from argosy_fetcher.progress import progress_display
+    from argosy_fetcher.source_uri import from_argument
+
+    try:
+        uri = from_argument(name)
+        if not uri.is_remote:
+            folder = Path(name.removeprefix("file://")).expanduser()
+            # A tokenizer's folder need not have a config.json.
+            return folder if folder.is_dir() else resolve_model(name)
+        from argosy_fetcher.pull import pull_model
+
+        with progress_display() as progress:
+            return pull_model(uri, progress=progress, has_weights=False).path
+    except TransientError as error:
+        raise BenchmarkError(f"the tokenizer of {name!r} cannot be fetched now: {error}", FAILURE) from None
+    except FetchError as error:
+        raise ConfigError(str(error)) from None
+
+
+_WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one
+you were her all she there would their we him been has when who will more no if out so said what up its about into
+than them can only other new some could time these two may then do first any my now such like our over man me even
+most made after also did many before must through back years where much your way well down should because each just
+those people how too little state good very make world still own see men work long get here between both life being
+under never day same another know while last might us great old year off come since against go came right used take
+three house use school water home small part place night head city public away food far white room book country
+light story line land hand high power group name money side door word paper
+""".split()  # noqa: SIM905 - a list would be a line per word
+
 
 MAX_FILE_BYTES: Final = 4 << 30
 _RETRIES: Final = 10
@@ -294,3 +463,177 @@ def _read(path: Path) -> bytes:
         raise BenchmarkError(
             f"cannot read {path}: {error.strerror}; give the file by --dataset-path"
         ) from None
+
+
+DatasetName = Literal["random", "prefix_repetition", "sharegpt", "custom"]
+MAX_PROMPTS: Final = 10_000_000
+Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
+SomeTokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Text = Annotated[str, Meta(min_length=1, max_length=4096)]
+_IN_FILE: Final = ("sharegpt", "custom")
+
+
+class DatasetArgs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which prompts a benchmark uses."""
+
+    dataset_name: Annotated[
+        DatasetName | None,
+        Meta(
+            description="prompts of random tokens, with repeated prefixes, of a ShareGPT JSON file, or of a JSONL file "
+            "with prompt and perhaps output_tokens in each line"
+        ),
+        Flag(default="random"),
+    ] = None
+    dataset_path: Annotated[
+        Text | None, Meta(description="file of sharegpt and custom"), Flag(metavar="FILE")
+    ] = None
+    num_prompts: Annotated[
+        int,
+        Meta(ge=0, le=MAX_PROMPTS, description="requests of the run; 0: every line of custom"),
+    ] = 1000
+    input_len: Annotated[
+        SomeTokens | None, Meta(description="tokens of each random prompt, as --random-input-len")
+    ] = None
+    output_len: Annotated[
+        SomeTokens | None, Meta(description="tokens to generate, instead of the data set's default")
+    ] = None
+    no_oversample: Annotated[
+        bool, Meta(description="send fewer requests if a file has fewer prompts, instead of some again")
+    ] = False
+    disable_shuffle: Annotated[bool, Meta(description="keep the order of the file")] = False
+    skip_chat_template: Annotated[
+        bool, Meta(description="send custom prompts to a completions endpoint as they are")
+    ] = False
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="variables of the chat template of custom prompts"),
+        Flag(is_json=True),
+    ] = None
+    random_input_len: Annotated[Tokens, Meta(description="tokens of each prompt, prefix excluded")] = 1024
+    random_output_len: Annotated[SomeTokens, Meta(description="tokens to generate")] = 128
+    random_prefix_len: Annotated[Tokens, Meta(description="tokens that all prompts begin with")] = 0
+    random_range_ratio: Annotated[
+        Text,
+        Meta(
+            description="lengths are uniform within (1 +- RATIO) * length; a number below 1, or JSON with input and "
+            "output"
+        ),
+    ] = "0.0"
+    random_batch_size: Annotated[Count, Meta(description="prompts of each request for embeddings")] = 1
+    prefix_repetition_prefix_len: Annotated[Tokens, Meta(description="tokens of each prefix")] = 256
+    prefix_repetition_suffix_len: Annotated[SomeTokens, Meta(description="tokens behind the prefix")] = 256
+    prefix_repetition_num_prefixes: Annotated[Count, Meta(description="number of prefixes")] = 10
+    prefix_repetition_output_len: Annotated[SomeTokens, Meta(description="tokens to generate")] = 128
+    sharegpt_output_len: Annotated[
+        SomeTokens | None, Meta(description="tokens to generate, instead of the answers' lengths")
+    ] = None
+    custom_output_len: Annotated[
+        int,
+        Meta(ge=-1, le=1 << 24, description="tokens to generate; -1: each line's output_tokens"),
+    ] = 256
+
+    @property
+    def name(self) -> DatasetName:
+        return self.dataset_name or "random"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether answers to the prompts make no sense, so that they should not end by themselves."""
+        return self.name in ("random", "prefix_repetition")
+
+    def check(self) -> None:
+        """Reject combinations that cannot work.
+
+        Raises:
+            BenchmarkError: with the remedy.
+        """
+        if self.name in _IN_FILE and self.dataset_path is None:
+            raise BenchmarkError(f"--dataset-name {self.name} needs --dataset-path FILE")
+        if self.name not in _IN_FILE and self.dataset_path is not None:
+            raise BenchmarkError(
+                f"--dataset-path is of no use to --dataset-name {self.name}; give --dataset-name sharegpt or custom"
+            )
+        if self.num_prompts == 0 and self.name != "custom":
+            raise BenchmarkError(
+                "--num-prompts 0 takes all lines of --dataset-name custom; give a number of prompts"
+            )
+        _ratios(self.random_range_ratio)
+
+    def dataset(self, *, is_chat: bool = False) -> Dataset:
+        """Return the data set that the flags describe.
+
+        Args:
+            is_chat: the prompts become messages, which the server puts into the chat template.
+        """
+        path = Path(self.dataset_path or "")
+        if self.name == "prefix_repetition":
+            return PrefixRepetitionDataset(
+                prefix_len=self.prefix_repetition_prefix_len,
+                suffix_len=self.prefix_repetition_suffix_len,
+                num_prefixes=self.prefix_repetition_num_prefixes,
+                output_len=self.output_len or self.prefix_repetition_output_len,
+                is_shuffled=not self.disable_shuffle,
+            )
+        if self.name == "sharegpt":
+            return ShareGPTDataset(
+                path=path,
+                output_len=self.output_len or self.sharegpt_output_len,
+                is_shuffled=not self.disable_shuffle,
+            )
+        if self.name == "custom":
+            return CustomDataset(
+                path=path,
+                output_len=self.output_len
+                or (self.custom_output_len if self.custom_output_len > 0 else None),
+                is_shuffled=not self.disable_shuffle,
+                uses_chat_template=not (is_chat or self.skip_chat_template),
+                template_arguments=self.chat_template_kwargs,
+            )
+        input_ratio, output_ratio = _ratios(self.random_range_ratio)
+        return RandomDataset(
+            input_len=self.random_input_len if self.input_len is None else self.input_len,
+            output_len=self.output_len or self.random_output_len,
+            prefix_len=self.random_prefix_len,
+            input_ratio=input_ratio,
+            output_ratio=output_ratio,
+            batch_size=self.random_batch_size,
+        )
+
+    def samples(self, tokenizer: PromptTokenizer, seed: int, *, is_chat: bool = False) -> list[SampleRequest]:
+        """Make the prompts.
+
+        Args:
+            seed: the same one makes the same prompts.
+            is_chat: as in `dataset`.
+
+        Raises:
+            BenchmarkError: the file or the lengths cannot be used.
+        """
+        samples = self.dataset(is_chat=is_chat).sample(tokenizer, self.num_prompts, seed)
+        if self.no_oversample or self.name not in _IN_FILE:
+            return samples
+        return oversample(samples, self.num_prompts, seed)
+
+
+def _ratios(text: str) -> tuple[float, float]:
+    """Parse --random-range-ratio to the ratios of input and output.
+
+    Raises:
+        BenchmarkError: it is neither a number nor JSON, or out of bounds.
+    """
+    try:
+        value = json.loads(text)
+        input_ratio, output_ratio = (
+            (float(value["input"]), float(value["output"]))
+            if isinstance(value, dict)
+            else (float(value),) * 2
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BenchmarkError(
+            f'--random-range-ratio {text[:64]!r} is neither a number nor {{"input": 0.3, "output": 0.5}}'
+        ) from None
+    if not (0.0 <= input_ratio < 1.0 and 0.0 <= output_ratio < 1.0):
+        raise BenchmarkError(f"--random-range-ratio {text} must be at least 0 and below 1")
+    return input_ratio, output_ratio

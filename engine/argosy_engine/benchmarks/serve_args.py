@@ -7,10 +7,9 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_engine.benchmarks.arrivals import RampUp, RampUpStrategy
-from argosy_engine.benchmarks.benchmark_error import BenchmarkError
-from argosy_engine.benchmarks.dataset_args import DatasetArgs, Seed, Text
-from argosy_engine.benchmarks.endpoint_request import ENDPOINTS, Backend
+from argosy_engine.benchmarks.benchmark_command import BenchmarkError
+from argosy_engine.benchmarks.load_generator import ENDPOINTS, Backend, RampUp, RampUpStrategy
+from argosy_engine.benchmarks.prompt_datasets import DatasetArgs, Seed, Text
 from argosy_protocol.program.flags import Flag
 
 GENERATION_METRICS: Final = ("ttft", "tpot", "itl", "e2el")

@@ -25,7 +25,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy_engine.checkpoint.safetensors_header import StoredShard, read_shards
+from argosy_engine.checkpoint.shards import StoredShard, read_shards
 from argosy_engine.errors import ConfigError
 
 SAMPLE_BYTES = 4096

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from argosy_engine.checkpoint.safetensors_header import StoredTensor, read_shards
+from argosy_engine.checkpoint.shards import StoredTensor, read_shards
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh64_intdigest
 
-from argosy_engine.checkpoint.checkpoint_shards import checkpoint_shards
+from argosy_engine.checkpoint.shards import checkpoint_shards
 from argosy_engine.checkpoint.stored_tensors import HEAD, NO_HEAD, NO_SCORE, SCORE
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.file_permission import may_not_read
+from argosy_engine.model_configs.model_config import may_not_read
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.wrapper_config import text_tensors
 

@@ -23,34 +23,174 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from argosy_engine.config import EngineArgs
-from argosy_engine.core.kv_cache.kv_cache_manager import KVCacheManager
-from argosy_engine.core.request import Request, RequestStatus
-from argosy_engine.core.request_watchdog import Watchdog
+from argosy_engine.config import EngineArgs, max_num_mixed_prefill_tokens
+from argosy_engine.core.kv_cache_manager import KVCacheManager
+from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.resolve_config import resolve_config
-from argosy_engine.core.sched.scheduler import Scheduler
-from argosy_engine.core.sched.step_timing import StepTiming
-from argosy_engine.core.sleep_state import SleepState
-from argosy_engine.device_defaults import max_num_mixed_prefill_tokens
+from argosy_engine.core.scheduler import Scheduler
+from argosy_engine.core.steps import StepTiming
 from argosy_engine.distributed.lockstep import Lockstep
-from argosy_engine.errors import EngineDead, UtilityFailed
+from argosy_engine.errors import EngineAsleep, EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor, PendingOutput
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
+    CollectiveRpc,
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorKind,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
+    check_sleep_level,
 )
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.structured.copied_grammars import CopiedGrammars
-from argosy_engine.structured.manager import GrammarFailure, StructuredOutputManager
-from argosy_engine.structured.manager_factory import create_structured_output_manager
+from argosy_engine.structured.manager import (
+    CopiedGrammars,
+    GrammarFailure,
+    StructuredOutputManager,
+    create_structured_output_manager,
+)
 
 logger = logging.getLogger("argosy.core")
+
+CHECK_INTERVAL_S = 5.0
+"""Seconds between two checks of all requests; a check costs about a microsecond per request."""
+
+
+class Progress:
+    """Progress of a request at the last check, and for how many seconds it has not changed."""
+
+    __slots__ = ("position", "still_s")
+
+    def __init__(self, position: tuple[int, ...]) -> None:
+        self.position = position
+        self.still_s = 0.0
+
+
+class Watchdog:
+    """Measures for how long each request has made no progress.
+
+    It finds requests that make no progress, so that the core can fail them instead of keeping them for ever. A request
+    makes progress when its tokens, its computed tokens or its status change. Time without progress does not count if
+    there is a good reason: the core's loop may be busy elsewhere (loading weights, for example), and a request that
+    waits or is in prefill may have to wait as long as tokens of other requests are computed. Requests that merely
+    arrive or leave are not progress. What remains is a fault of the engine, which fails this one request and is
+    counted.
+
+    The watchdog does not detect a core whose loop hangs: its heartbeats end, and `/health` fails.
+
+    Args:
+        timeout_s: how long a request may make no progress; 0 means no limit.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._checked_at = clock()
+        self._marks: dict[str, Progress] = {}
+        self._num_computed = 0
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock() - self._checked_at >= CHECK_INTERVAL_S
+
+    def check(self, requests: Iterable[Request], num_computed: int = 0) -> list[str]:
+        """Return the ids of the requests that have stalled for too long. Call it when it `is_due`.
+
+        Args:
+            requests: all unfinished requests.
+            num_computed: tokens computed so far for all requests, including those that came and went between checks.
+        """
+        now = self._clock()
+        # In a longer gap the loop was busy with something else.
+        elapsed = min(now - self._checked_at, 2 * CHECK_INTERVAL_S)
+        self._checked_at = now
+        marks, before = dict[str, Progress](), self._marks
+        has_moved, self._num_computed = num_computed > self._num_computed, num_computed
+        standing: list[tuple[Request, Progress]] = []
+        for request in requests:
+            position = _position(request)
+            mark = before.get(request.request_id)
+            if mark is None:
+                mark = Progress(position)
+            elif mark.position != position:
+                has_moved = has_moved or _has_grown(mark.position, position)
+                mark = Progress(position)
+            else:
+                standing.append((request, mark))
+            marks[request.request_id] = mark
+        self._marks = marks
+        for request, mark in standing:
+            is_decoding = request.status is RequestStatus.RUNNING and request.has_first_token
+            if not has_moved or is_decoding or request.status in BLOCKED:
+                mark.still_s += elapsed
+        if not self.timeout_s:
+            return []
+        return [request.request_id for request, mark in standing if mark.still_s >= self.timeout_s]
+
+    def forget(self) -> None:
+        """Drop the marks: no request is left. Otherwise those of the last check would stay until the next one."""
+        self._marks = {}
+
+    def still_s(self, request_id: str) -> float:
+        """Return the seconds without progress that count for this request."""
+        mark = self._marks.get(request_id)
+        return mark.still_s if mark is not None else 0.0
+
+
+def _position(request: Request) -> tuple[int, ...]:
+    return request.num_tokens, request.num_computed_tokens, request.status, request.num_preemptions
+
+
+def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether a request has more tokens, or more computed tokens, than before."""
+    return now[0] > before[0] or now[1] > before[1]
+
+
+class SleepState:
+    """Whether the workers hold weights and KV cache, and the transitions between the levels.
+
+    Sleeping needs an idle scheduler. The prefix cache is reset first, which announces to every router that nothing is
+    resident. Block ids stay valid, so the scheduler continues with the same pool after wake-up.
+    """
+
+    def __init__(self, scheduler: Scheduler, kv: KVCacheManager, executor: Executor) -> None:
+        self._scheduler = scheduler
+        self._kv = kv
+        self._executor = executor
+        self.level = 0
+        """Sleep level; 0 is awake."""
+
+    def check_awake(self) -> None:
+        """Raise EngineAsleep if the engine is asleep."""
+        if self.level:
+            raise EngineAsleep(
+                "the engine is asleep; wake it up first, with wake_up() of an LLM or POST /wake_up of a server"
+            )
+
+    def sleep(self, level: int) -> None:
+        """Free weights and KV cache. A sleeping engine may be put to sleep at another level.
+
+        Raises:
+            UtilityFailed: the level does not exist, or there are unfinished requests.
+        """
+        check_sleep_level(level)
+        if self._scheduler.has_unfinished_requests or not self._kv.reset_prefix_cache():
+            raise UtilityFailed("requests are running")
+        self._executor.collective_rpc(CollectiveRpc("sleep", args=[level]))
+        self._scheduler.forget_released()
+        self.level = level
+
+    def wake_up(self) -> None:
+        """Load the weights and allocate the KV cache. No effect on an engine that is awake.
+
+        Raises:
+            UtilityFailed: memory no longer suffices, or the checkpoint is gone; the engine stays asleep.
+        """
+        self._executor.collective_rpc(CollectiveRpc("wake_up"))
+        self.level = 0
 
 
 _NO_STEP = SchedulerOutput(

@@ -1,16 +1,115 @@
-"""Request: the engine core's mutable state of one request, from its arrival to its last token."""
+"""Request: the engine core's mutable state of one request, from its arrival to its last token.
+
+With it are what it keeps of its tokens: the hashes of its blocks, and whether they repeat themselves. A block's hash
+covers everything that its content depends on. It includes its parent's and so identifies the whole prefix: tokens, the
+salt that separates tenants, the adapter whose weights computed it, and the multimodal items behind placeholder tokens.
+Salt, adapter and items are tagged and length-prefixed, so that none can be mistaken for another. SHA-256 is collision
+resistant even against an attacker who chooses the tokens (CVE-2025-25183), so a hit needs no comparison of content.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 
-from argosy_engine.core.kv_cache.block_hash import hash_block, root_hash
-from argosy_engine.core.repetition_detector import RepetitionDetector
-from argosy_engine.messages.core_messages import ChunkEnd, EngineCoreRequest, FinishReason, PrefillStats
-from argosy_engine.messages.scheduler_output import BlockIds
-from argosy_engine.params.sampling_params import SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy_engine.messages import (
+    BlockIds,
+    ChunkEnd,
+    EngineCoreRequest,
+    FinishReason,
+    MultimodalFeature,
+    PrefillStats,
+)
+from argosy_engine.params import RepetitionDetectionParams, SamplingParams
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+
+
+def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
+    """Return the parent hash of a request's first block."""
+    parts = b"argosy-block/2\0" + _part(b"salt", cache_salt or "")
+    if adapter is not None:
+        parts += _part(b"adapter", adapter)
+    return hashlib.sha256(parts).digest()
+
+
+def hash_block(
+    parent: bytes, token_ids: list[int], features: Sequence[MultimodalFeature] = (), start: int = 0
+) -> bytes:
+    """Hash a full block.
+
+    Args:
+        parent: hash of the previous block, or `root_hash`.
+        token_ids: the block's tokens.
+        features: all multimodal items of the request; those that overlap the block are hashed.
+        start: position of the block's first token.
+    """
+    parts = parent + array("q", token_ids).tobytes()
+    for feature in features:
+        if feature.offset < start + len(token_ids) and feature.offset + feature.length > start:
+            # The offset is hashed too: placeholder tokens do not tell which part of the item falls into this block.
+            parts += _part(b"feature", feature.identifier) + (feature.offset - start).to_bytes(
+                8, "little", signed=True
+            )
+    return hashlib.sha256(parts).digest()
+
+
+def _part(tag: bytes, value: str) -> bytes:
+    encoded = value.encode("utf-8", "surrogatepass")
+    return tag + len(encoded).to_bytes(8, "little") + encoded
+
+
+_NO_TOKEN = -1
+
+
+class RepetitionDetector:
+    """Detector for one growing sequence.
+
+    Args:
+        params: bounds of the pattern; `max_pattern_size` is at least 1.
+        token_ids: the sequence so far.
+    """
+
+    def __init__(self, params: RepetitionDetectionParams, token_ids: Sequence[int] = ()) -> None:
+        self._min_size = max(params.min_pattern_size, 1)
+        self._max_size = params.max_pattern_size
+        sizes = np.arange(self._min_size, self._max_size + 1)
+        self._needed = sizes * (params.min_count - 1)
+        self._runs = np.zeros_like(sizes)
+        """For each pattern size, how many of the last tokens in a row equal the token `size` positions before."""
+        self._recent = np.full(4 * self._max_size, _NO_TOKEN, np.int64)
+        """The last tokens, newest first, starting at `_newest`; the buffer fills from its end to its start."""
+        self._newest = len(self._recent) - self._max_size
+        self._begin(np.array(token_ids[-self._max_size * params.min_count :], np.int64))
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the sequence ends in a repetition within the bounds of the parameters."""
+        return bool((self._runs >= self._needed).any())
+
+    def append(self, token_id: int) -> None:
+        if not self._newest:
+            self._newest = len(self._recent) - self._max_size
+            self._recent[self._newest :] = self._recent[: self._max_size]
+        first = self._newest + self._min_size - 1
+        self._runs += 1
+        self._runs *= self._recent[first : self._newest + self._max_size] == token_id
+        self._newest -= 1
+        self._recent[self._newest] = token_id
+
+    def _begin(self, tokens: NDArray[np.int64]) -> None:
+        """Set the state that appending these tokens one by one would have led to."""
+        newest_first = tokens[::-1]
+        shown = newest_first[: self._max_size]
+        self._recent[self._newest : self._newest + len(shown)] = shown
+        for index, size in enumerate(range(self._min_size, min(self._max_size + 1, len(tokens)))):
+            is_same = newest_first[:-size] == newest_first[size:]
+            self._runs[index] = len(is_same) if is_same.all() else is_same.argmin()
 
 
 class RequestStatus(IntEnum):
@@ -105,8 +204,8 @@ class Request:
         self.call_id = message.call_id
         self.tenant = message.tenant
         self.queue_key = (0, 0, 0)
-        """(priority, turn, order of arrival): the lowest is admitted first, the highest is preempted first. Set by the
-        scheduler."""
+        """(priority, turn, order of arrival): the lowest is admitted first, the highest is preempted first. Set by
+        `WaitingQueue.set_key`."""
         self.chunk_ends: list[ChunkEnd] = message.chunk_ends
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer, tokenizer_source
-from argosy_engine.config import EngineArgs
-from argosy_engine.device_defaults import async_scheduling
+from argosy_engine.config import EngineArgs, async_scheduling
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import WorkerInfo
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.resolved_config import ParserConfig, ResolvedConfig, TokenizerConfig
 

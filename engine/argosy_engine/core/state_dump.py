@@ -1,7 +1,7 @@
 """State dump of the engine core for its log: load, requests and their ages, last steps.
 
-It is written when the core dies and on SIGUSR1 (`osproc.debug_signal`). It contains no text and no token ids, and its
-length is bounded.
+It is written when the core dies and on SIGUSR1 (`osproc.describe_on_signal`). It contains no text and no token ids,
+and its length is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy_engine.core.engine_core import EngineCore
 from argosy_engine.core.request import Request
-from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.messages import SchedulerOutput
 
 logger = logging.getLogger("argosy.core")
 

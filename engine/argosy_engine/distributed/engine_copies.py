@@ -1,28 +1,72 @@
-"""EngineCopies: the copies of an engine core that a launcher has started, and what they tell each other on the host.
-
-Every copy makes the same calls in the same order. A copy that ends says so in the launcher's store before it closes its
-connections; the others wait in short slices and look there, so that they end with its reason. A copy that was killed
-says nothing: its connections close, and the others name it because it is the one that did not say anything. A copy
-that waits says in which call, so that copies that make different calls end at once.
+"""The processes that a launcher such as torchrun has started: what it tells each, their groups, and the copies of an
+engine core among them.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from argosy_engine.distributed.unfinished_calls import keep_until_finished
+from argosy_engine.distributed.parallel_config import ParallelConfig
+from argosy_engine.distributed.parallel_state import (
+    Communicator,
+    GroupCommunicator,
+    LocalCommunicator,
+    ParallelState,
+)
+from argosy_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+_exiting = threading.Event()
+_unsettled: set[threading.Event] = set()
+
+
+def keep_until_finished(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group until a call on it has ended, or for ever if the program ends before.
+
+    gloo cannot abort a call, and whoever destroys a group waits for its calls, which end once the other processes have.
+    The thread that keeps the group must not be inside torch when the interpreter ends: torch takes the interpreter's
+    lock again in destructors, where an ending interpreter ends the thread, and with it, by `std::terminate`, the
+    process.
+    """
+    kept: list[Any] = [group, work]
+    settled = threading.Event()
+
+    def keep() -> None:
+        while not kept[1].is_completed() and not _exiting.wait(POLL_S):
+            pass
+        if not _exiting.is_set():
+            kept.clear()
+        _unsettled.discard(settled)
+        settled.set()
+        if kept:
+            threading.Event().wait()
+
+    _unsettled.add(settled)
+    threading.Thread(target=keep, name="unfinished call of copies", daemon=True).start()
+
+
+@atexit.register
+def _settle() -> None:
+    _exiting.set()
+    for settled in list(_unsettled):
+        settled.wait()
+
 
 TIMEOUT_S = 1800.0
 """How long a copy waits for the others, whose programs may do something else between two calls of the engine."""
@@ -66,6 +110,11 @@ class Calls(msgspec.Struct, array_like=True, frozen=True):
 
 class EngineCopies:
     """The copies of one engine core.
+
+    Every copy makes the same calls in the same order. A copy that ends says so in the launcher's store before it closes
+    its connections; the others wait in short slices and look there, so that they end with its reason. A copy that was
+    killed says nothing: its connections close, and the others name it because it is the one that did not say anything.
+    A copy that waits says in which call, so that copies that make different calls end at once.
 
     Args:
         group: of all copies, over gloo. Owned by this object, which destroys it.
@@ -298,4 +347,173 @@ def is_of_collective(error: BaseException) -> bool:
         last = last.tb_next
     return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith(
         "torch.distributed."
+    )
+
+
+_FLAG = "--distributed-executor-backend external_launcher"
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+
+
+class LaunchEnvironment(NamedTuple):
+    """What the launcher tells a process: its place among all that it has started."""
+
+    rank: int
+    world_size: int
+    """Processes on all machines."""
+    local_rank: int
+    """Among the processes of this machine; on CUDA the index of this process's GPU."""
+    local_world_size: int
+    """Processes on this machine; those on all machines, if the launcher does not tell."""
+
+
+def read_launch(config: ParallelConfig, environment: Mapping[str, str]) -> LaunchEnvironment:
+    """Read the launcher's variables.
+
+    Raises:
+        ConfigError: one is missing or no number, or there are more or fewer processes than the config needs.
+    """
+    missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{_FLAG} needs environment variables that are not set: {', '.join(missing)}; start the program "
+            f"with `torchrun --nproc-per-node {config.num_workers}` or another launcher that sets them, or leave the "
+            "flag out"
+        )
+    rank, world_size, local_rank, _ = (_number(environment, name) for name in _NUMBERS)
+    if world_size != config.num_workers:
+        raise ConfigError(
+            f"{_FLAG}: the launcher has started {world_size} processes (WORLD_SIZE), and {config.num_workers} are "
+            f"needed, which is --tensor-parallel-size {config.tensor} x --pipeline-parallel-size {config.pipeline} x "
+            f"--data-parallel-size {config.data}; start {config.num_workers}, or change the sizes"
+        )
+    local_world_size = world_size
+    if environment.get("LOCAL_WORLD_SIZE"):
+        local_world_size = _number(environment, "LOCAL_WORLD_SIZE")
+    if rank >= world_size or local_rank >= local_world_size or local_world_size > world_size:
+        raise ConfigError(
+            f"{_FLAG}: RANK {rank} of WORLD_SIZE {world_size} and LOCAL_RANK {local_rank} of LOCAL_WORLD_SIZE "
+            f"{local_world_size} contradict each other; ranks count from 0"
+        )
+    return LaunchEnvironment(rank, world_size, local_rank, local_world_size)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 6):
+        raise ConfigError(f"{_FLAG}: the environment variable {name} is a number from 0, not {text!r:.32}")
+    return int(text)
+
+
+HOST_TIMEOUT = timedelta(minutes=40)
+"""Above `TIMEOUT_S`, which says more."""
+NCCL_TIMEOUT = timedelta(minutes=10)
+"""After this time torch ends a process whose peer does not join a collective. All copies have agreed on the step
+before, so that they only wait for computations, or at the start for weights."""
+
+
+class LaunchedGroups:
+    """The groups of one process. Waits until all processes that the launcher has started have made theirs.
+
+    The program may use torch.distributed itself: if it has initialised it, its process group stays as it is, and ours
+    are further groups; otherwise we initialise it (`env://`), and it stays so until the program ends. All processes
+    make all groups, in the same order.
+
+    Raises (from the constructor):
+        ConfigError: the program has initialised torch.distributed for other ranks than the launcher's.
+    """
+
+    def __init__(self, config: ParallelConfig, launch: LaunchEnvironment) -> None:
+        self.launch = launch
+        self._config = config
+        self.core, self.rank = divmod(launch.rank, config.world_size)
+        """Data-parallel rank, and rank among the workers of this engine core."""
+        self._made: list[dist.ProcessGroup] = []
+        self._communicators: list[_Communicator] = []
+        _initialise(launch)
+        everyone = range(config.world_size)
+        ((ranks, control),) = self._new_groups([everyone], "gloo", None)
+        self.copies = EngineCopies(control, ranks)
+
+    def parallel_state(self, device: torch.device) -> ParallelState:
+        """Make the groups that exchange tensors on a device: over NCCL on CUDA, over gloo on a CPU."""
+        config = self._config
+        world = self._join([list(range(config.world_size))], device)
+        return ParallelState(
+            config,
+            self.rank,
+            tensor=world if config.pipeline == 1 else self._join(config.tensor_groups(), device),
+            pipeline=world if config.tensor == 1 else self._join(config.pipeline_groups(), device),
+            world=world,
+            device=device,
+            leave=self.leave,
+        )
+
+    def leave(self) -> None:
+        """Leave the groups that exchange tensors, whose connections close. May be called twice."""
+        for communicator in self._communicators:
+            communicator.close()
+        self._communicators = []
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _join(self, groups: list[list[int]], device: torch.device) -> Communicator:
+        if len(groups[0]) == 1:
+            return LocalCommunicator()
+        is_cuda = device.type == "cuda"
+        made = self._new_groups(groups, "nccl" if is_cuda else "gloo", device if is_cuda else None)
+        ((_, group),) = made
+        communicator = _Communicator(group)
+        self._made.append(group)
+        self._communicators.append(communicator)
+        return communicator
+
+    def _new_groups(
+        self, groups: Iterable[Iterable[int]], backend: str, device: torch.device | None
+    ) -> list[tuple[list[int], dist.ProcessGroup]]:
+        """Make groups of every engine core, and return the ranks and the group of those that this process is in.
+
+        Args:
+            groups: ranks within an engine core.
+        """
+        config = self._config
+        mine = []
+        for core in range(config.data):
+            for members in groups:
+                ranks = [core * config.world_size + rank for rank in members]
+                group = dist.new_group(
+                    ranks,
+                    timeout=HOST_TIMEOUT if device is None else NCCL_TIMEOUT,
+                    backend=backend,
+                    device_id=device if self.launch.rank in ranks else None,
+                )
+                if self.launch.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    mine.append((ranks, group))
+        return mine
+
+
+class _Communicator(GroupCommunicator):
+    def close(self) -> None:
+        """Drop the group, which ends only when nothing refers to it; layers still refer to this object."""
+        del self._group
+
+
+def _initialise(launch: LaunchEnvironment) -> None:
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
+            raise ConfigError(
+                f"torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()} in this program, and the "
+                f"launcher's RANK is {launch.rank} of WORLD_SIZE {launch.world_size}; initialise it with env://, or "
+                "not at all"
+            )
+        return
+    if launch.local_world_size == launch.world_size:  # one machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method="env://",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=HOST_TIMEOUT,
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.errors import ConfigError
+from argosy_engine.messages import (
+    CollectiveRpc,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 
 
 class PendingOutput(Protocol):
@@ -75,3 +80,18 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+def check_same_model(infos: Sequence[WorkerInfo]) -> None:
+    """Check what the workers report, by rank.
+
+    Raises:
+        ConfigError: one has loaded another model than worker 0.
+    """
+    for rank, info in enumerate(infos):
+        for field in ("config", "dtype", "model_fingerprint"):
+            if getattr(info, field) != getattr(infos[0], field):
+                raise ConfigError(
+                    f"worker {rank} has loaded another model than worker 0, since their {field} differs; start again "
+                    "once the checkpoint no longer changes, and let --worker-cls load the same on every rank"
+                )

@@ -21,18 +21,18 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.engine_copies import CopyLost, is_of_collective
-from argosy_engine.distributed.launch_environment import read_launch
-from argosy_engine.distributed.launched_groups import LaunchedGroups
+from argosy_engine.distributed.engine_copies import CopyLost, LaunchedGroups, is_of_collective, read_launch
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
-from argosy_engine.executor.abstract import PendingOutput
-from argosy_engine.executor.same_model import check_same_model
-from argosy_engine.executor.worker_class import public_method, worker_class
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.executor.abstract import PendingOutput, check_same_model
+from argosy_engine.executor.uniproc_executor import public_method, worker_class
+from argosy_engine.messages import (
+    CollectiveRpc,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
 
 _OWN_FIELDS = frozenset(
     {"model", "download_dir", "device", "threads", "gpu_memory_utilization", "kv_cache_memory_bytes"}

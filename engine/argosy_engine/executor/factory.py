@@ -6,8 +6,8 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import ConfigError
 from argosy_engine.executor.abstract import Executor
-from argosy_engine.messages.load_step import OnLoadStep, ignore_step
-from argosy_engine.osproc.collector import paused_collector
+from argosy_engine.messages import OnLoadStep, ignore_step
+from argosy_engine.osproc import paused_collector
 
 
 def make_executor(

@@ -21,20 +21,12 @@ from typing import NamedTuple
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.process_name import worker_name
+from argosy_engine.distributed.parallel_config import worker_name
 from argosy_engine.errors import ConfigError, EngineDead
 from argosy_engine.executor.broadcast import MessageStream
-from argosy_engine.executor.local_workers import LocalWorkers
-from argosy_engine.executor.multinode_executor import node_args
+from argosy_engine.executor.multinode_executor import HANDSHAKE_TIMEOUT_S, JOIN_TIMEOUT_S, node_args
+from argosy_engine.executor.multiproc_executor import LocalWorkers
 from argosy_engine.executor.node_channel import (
-    ChannelError,
-    NodeChannel,
-    WrongKey,
-    connect_to_peer,
-)
-from argosy_engine.executor.node_greeting import hello
-from argosy_engine.executor.node_group import HANDSHAKE_TIMEOUT_S, JOIN_TIMEOUT_S
-from argosy_engine.executor.node_messages import (
     ANSWER,
     ENDED,
     MAX_HELLO_BYTES,
@@ -46,11 +38,15 @@ from argosy_engine.executor.node_messages import (
     START,
     STOP,
     Admission,
+    ChannelError,
+    NodeChannel,
     NodeStart,
     WorkerExit,
+    WrongKey,
+    connect_to_peer,
+    hello,
 )
-from argosy_engine.executor.rendezvous import Rendezvous, tcp_url
-from argosy_engine.executor.worker_messages import INIT
+from argosy_engine.executor.worker_protocol import INIT, Rendezvous, tcp_url
 
 logger = logging.getLogger("argosy.node")
 

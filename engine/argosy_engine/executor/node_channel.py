@@ -6,7 +6,11 @@ peer that has not proved it. From these bytes come two session keys, one for eac
 a MAC over its number and its content, so that none can be changed, repeated or left out. Content is typed msgpack and
 never pickle. It is not encrypted: neither are the tensors that workers exchange.
 
-Owns: bytes, authentication, the detection of a machine that no longer answers. Must not know: what messages mean.
+While a key is replaced, a machine may have the one before as well: two machines need one key in common. So a machine
+that starts with the new key joins one that started before.
+
+After the handshake the machine that joins sends `NodeHello` and gets `Admission`. From then on the first byte of a
+message is its kind.
 """
 
 from __future__ import annotations
@@ -14,17 +18,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import importlib.metadata
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from argosy_engine.config import EngineArgs
+from argosy_engine.errors import ConfigError
 from argosy_engine.executor.broadcast import MAX_MESSAGE_BYTES
+from argosy_engine.sizing.resources import visible_gpus
+from argosy_protocol import __version__
 
 PROTOCOL = 1
 """Version of the handshake and of the messages."""
@@ -265,3 +276,180 @@ def _exactly(stream: socket.socket, size: int, deadline: float | None = None) ->
             return None
         content += part
     return bytes(content)
+
+
+MIN_KEY_BYTES = 16
+MAX_KEY_BYTES = 4096
+MAX_KEYS = 8
+KEY_VARIABLE = "ARGOSY_NODE_KEY"
+
+
+def read_keys(args: EngineArgs) -> tuple[bytes, ...]:
+    """Return the keys of the engine's machines, the newest first: the lines of the variable, or the one of the file,
+    whose bytes may be any.
+
+    Raises:
+        ConfigError: there is none, there are more than `MAX_KEYS`, one is too short or too long, or the file cannot be
+            read.
+    """
+    if args.node_key_file is None:
+        source = KEY_VARIABLE
+        keys = [line.strip().encode() for line in os.environ.get(KEY_VARIABLE, "").strip().splitlines()]
+    else:
+        source = f"--node-key-file {args.node_key_file}"
+        try:
+            with Path(args.node_key_file).open("rb") as file:
+                keys = [key] if (key := file.read(MAX_KEY_BYTES + 1).strip()) else []
+        except OSError as error:
+            raise ConfigError(f"{source}: {error.strerror}") from None
+    if not keys:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} needs a key by which the machines recognise each other: give all of them the same "
+            f"--node-key-file or {KEY_VARIABLE}, such as 32 random bytes in hexadecimal digits"
+        )
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{source}: it has {len(keys)} keys, one a line, and must have at most {MAX_KEYS}")
+    for key in keys:
+        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise ConfigError(
+                f"{source}: the key has {len(key)} bytes, and must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+            )
+    return tuple(keys)
+
+
+MAX_HELLO_BYTES = 1 << 16
+MAX_PROGRESS_CHARS = 200
+
+START = b"\x00"
+"""From machine 0: `NodeStart`. Start the workers; messages for them follow."""
+MESSAGE = b"\x01"
+"""From machine 0: one of `worker_protocol`, for every worker."""
+STOP = b"\x02"
+"""From machine 0: why the engine has died, as text. Last message."""
+
+PROGRESS = b"\x00"
+"""To machine 0: what the machine is doing, as text."""
+READY = b"\x01"
+"""To machine 0: the model is on the machine; workers can start."""
+ANSWER = b"\x02"
+"""To machine 0: `RANK_BYTES` of the worker's rank, and a message of this worker."""
+ENDED = b"\x03"
+"""To machine 0: `WorkerExit`. Last message of a worker."""
+RANK_BYTES = 2
+
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class NodeHello(Struct, frozen=True, kw_only=True):
+    """What a machine says of itself. Version, device and flags have to be the same on all, because workers that differ
+    would compute different things or wait for each other forever.
+    """
+
+    node_rank: Annotated[int, Meta(ge=0, le=1023)]
+    host_name: Text
+    version: Text
+    """Argosy's."""
+    torch: Text
+    device: Text
+    model_name: Text
+    flags: Annotated[dict[Text, Text], Meta(max_length=256)]
+    """Engine flags that are not at their defaults, as JSON; long ones as a digest."""
+
+
+class Admission(Struct, frozen=True, array_like=True):
+    """Answer to `NodeHello`."""
+
+    refusal: str = ""
+    """Why the machine may not join; empty: it may."""
+    can_retry: bool = False
+    """Whether that may change by itself."""
+
+
+class NodeStart(Struct, frozen=True, array_like=True):
+    """Where rank 0 serves torch's store."""
+
+    host: Text
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class WorkerExit(Struct, frozen=True, array_like=True):
+    """The end of a worker's process."""
+
+    rank: int
+    how: str
+
+
+_LONGEST_SHOWN = 80
+_OF_ONE_MACHINE = frozenset(
+    {
+        "model",  # a path; the name is compared, and the weights once they are loaded
+        "revision",
+        "served_model_name",
+        "download_dir",
+        "device",  # what it stands for is compared
+        "threads",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "node_key_file",
+        "distributed_timeout_seconds",
+    }
+)
+"""Flags that machines may give different values."""
+
+
+def hello(args: EngineArgs) -> NodeHello:
+    """Describe this machine.
+
+    Args:
+        args: before or after the model was fetched.
+    """
+    flags = msgspec.to_builtins(args)
+    return NodeHello(
+        node_rank=args.node_rank,
+        host_name=socket.gethostname(),
+        version=__version__,
+        torch=importlib.metadata.version("torch"),
+        device=(("cuda" if visible_gpus() else "cpu") if args.device == "auto" else args.device),
+        model_name=args.canonical_name,
+        flags={
+            name: _short(msgspec.json.encode(value, order="sorted").decode())
+            for name, value in flags.items()
+            if name not in _OF_ONE_MACHINE
+        },
+    )
+
+
+def _short(value: str) -> str:
+    if len(value) <= _LONGEST_SHOWN:
+        return value
+    return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+
+
+def mismatch(first: NodeHello, joiner: NodeHello) -> str | None:
+    """Say what has to be the same on both machines and is not; None if nothing.
+
+    Args:
+        first: machine 0.
+    """
+    for what, ours, theirs, remedy in (
+        ("Argosy", first.version, joiner.version, "install the same version everywhere"),
+        ("torch", first.torch, joiner.torch, "install the same version everywhere"),
+        (
+            "the model",
+            first.model_name,
+            joiner.model_name,
+            "give both the same model, or --served-model-name",
+        ),
+        ("the device", first.device, joiner.device, "give both the same --device"),
+    ):
+        if ours != theirs:
+            return f"{what} is {theirs} on node {joiner.node_rank} and {ours} on node 0; {remedy}"
+    for name in sorted(first.flags.keys() | joiner.flags.keys()):
+        ours, theirs = (each.flags.get(name, "the default") for each in (first, joiner))
+        if ours != theirs:
+            return (
+                f"--{name.replace('_', '-')} is {theirs} on node {joiner.node_rank} and {ours} on node 0; start every "
+                "node with the same flags"
+            )
+    return None

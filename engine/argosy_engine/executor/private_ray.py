@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy_engine.errors import ConfigError, EngineDead
-from argosy_engine.osproc.child_process import describe_exit, end_child, open_pidfd, wait_readable
-from argosy_protocol.program.log_format import configure_logging
+from argosy_engine.osproc import describe_exit, end_child, open_pidfd, wait_readable
+from argosy_protocol.program.process import configure_logging
 
 logger = logging.getLogger("argosy.executor")
 

@@ -1,8 +1,8 @@
-"""RayWorker: the actor that runs a worker in a process of Ray's.
+"""RayWorker: the actor that runs a worker in a process of Ray's, and where workers are placed on a cluster's nodes.
 
 Its calls take and return `bytes` and whole numbers only, which Ray does not pickle. A call is executed in any order, so
 messages carry numbers. One call, `answers`, stays pending as long as the process lives: by it the engine gets every
-answer, and Ray's notice of the process's end.
+answer, and Ray's notice of the process's end. The choice of places is pure: it knows no Ray.
 """
 
 from __future__ import annotations
@@ -11,18 +11,71 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec import Struct
 
-from argosy_engine.distributed.process_name import is_first, name_process
-from argosy_engine.executor.ray_placement import WorkerPlace
-from argosy_engine.executor.rendezvous import join_network
-from argosy_engine.executor.worker_death import failure_of
-from argosy_engine.executor.worker_messages import DIED
-from argosy_engine.osproc.debug_signal import describe_on_signal
+from argosy_engine.distributed.parallel_config import is_first, name_process
+from argosy_engine.executor.worker_protocol import DIED, failure_of, join_network
+from argosy_engine.osproc import describe_on_signal
 from argosy_protocol import __version__
-from argosy_protocol.program.log_format import configure_logging
+from argosy_protocol.program.process import configure_logging
+
+
+class WorkerPlace(Struct, frozen=True, array_like=True):
+    """What an actor tells about itself."""
+
+    node_id: str
+    host: str
+    """Address of its node."""
+    port: int
+    """Where it listens, for torch.distributed if it becomes rank 0."""
+    pid: int
+    num_cores: int
+    """Cores that its process may use."""
+    version: str
+    """Argosy's."""
+
+
+def order_ranks(nodes: Sequence[str], *, driver: str, tensor: int) -> list[int]:
+    """Return the index of the worker that becomes each rank, so that few tensor-parallel groups span several nodes.
+
+    Each node is divided into as many whole groups as it has workers for, the driver's node first; what remains forms
+    the last groups.
+
+    Args:
+        nodes: node of each worker.
+        driver: node of the engine core.
+        tensor: ranks of a tensor-parallel group.
+    """
+    workers: dict[str, list[int]] = {driver: []}
+    for index, node in enumerate(nodes):
+        workers.setdefault(node, []).append(index)
+    whole: list[int] = []
+    rest: list[int] = []
+    for indices in workers.values():
+        count = len(indices) // tensor * tensor
+        whole += indices[:count]
+        rest += indices[count:]
+    return whole + rest
+
+
+def spanning_groups(nodes: Sequence[str], tensor: int) -> list[list[int]]:
+    """Return the ranks of the tensor-parallel groups that span several nodes.
+
+    Args:
+        nodes: node of each rank.
+    """
+    groups = [list(range(first, first + tensor)) for first in range(0, len(nodes), tensor)]
+    return [group for group in groups if len({nodes[rank] for rank in group}) > 1]
+
+
+def threads_per_worker(places: Sequence[WorkerPlace]) -> list[int]:
+    """Return the number of CPU threads of each worker: workers on one machine share its cores."""
+    hosts = [place.host for place in places]
+    return [max(place.num_cores // hosts.count(place.host), 1) for place in places]
+
 
 LAST_MESSAGE_S = 30.0
 """How long a process that has failed waits to be killed by the engine, which does so once it has read the reason."""
@@ -99,7 +152,7 @@ class RayWorker:
 
         Args:
             host, port: where rank 0 listens for the others.
-            name: the process's, see `distributed.process_name`.
+            name: the process's, see `distributed.parallel_config`.
         """
         text = name.decode()
         name_process(text)

@@ -1,18 +1,59 @@
-"""UniprocExecutor: runs one worker in the core's own process, by direct calls. Suitable for one device."""
+"""UniprocExecutor: runs one worker in the core's own process, by direct calls. Suitable for one device.
+
+It loads the class that `--worker-cls` names (`worker_class`), some of whose methods may be called remotely
+(`public_method`), as other executors do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import LockstepEnds, Round, rendezvous_url
-from argosy_engine.errors import UtilityFailed
+from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.abstract import PendingOutput
-from argosy_engine.executor.worker_class import public_method, worker_class
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.load_step import OnLoadStep, ignore_step
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import (
+    CollectiveRpc,
+    OnLoadStep,
+    SchedulerOutput,
+    WorkerInfo,
+    ignore_step,
+)
+from argosy_engine.worker.worker import Worker
+
+
+def worker_class(path: str) -> type[Worker]:
+    """Return `Worker` for `auto`, or import the subclass of `Worker` at `package.module.Class`.
+
+    The path comes from whoever starts the engine, never from a client.
+
+    Raises:
+        ConfigError: the class cannot be imported, or is not a subclass of `Worker`.
+    """
+    if path == "auto":
+        return Worker
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--worker-cls {path}: {error}; give package.module.Class") from None
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        raise ConfigError(f"--worker-cls {path} is not a subclass of argosy_engine.worker.worker.Worker")
+    return found
+
+
+def public_method(worker: Worker, name: str) -> Callable[..., Any]:
+    """Return a bound method of the worker.
+
+    Raises:
+        UtilityFailed: the method does not exist or is not public.
+    """
+    method = None if name.startswith("_") else getattr(worker, name, None)
+    if not callable(method):
+        raise UtilityFailed(f"workers have no method {name[:64]!r}")
+    return method
 
 
 class UniprocExecutor:

@@ -6,40 +6,150 @@ process id, data-parallel rank, index among the workers of this machine or -1, a
 
 It reads calls from the broadcast queue and answers over its socket. Steps overlap: this thread launches the next one
 while another waits for the tokens of the last (`AnswerQueue`). It ends with the core: a thread waits until the other
-end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc.child_process`). A message
-is one byte for its kind, then msgpack.
+end of the socket closes, and the kernel kills the process if that thread cannot run (`osproc`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
+import queue
 import select
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, NoReturn
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.distributed.process_name import is_first, name_process
-from argosy_engine.executor.answer_queue import AnswerQueue
+from argosy_engine.distributed.parallel_config import is_first, name_process
+from argosy_engine.errors import ConfigError, UtilityFailed
 from argosy_engine.executor.broadcast import BroadcastReader, MessageStream, ReaderEnds
-from argosy_engine.executor.rendezvous import join_network
-from argosy_engine.executor.worker_messages import CALL, EXECUTE, LEND, MessageReader, MessageWriter
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.osproc.child_process import die_with_parent
-from argosy_engine.osproc.collector import paused_collector
-from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
-from argosy_protocol.program.log_format import configure_logging
+from argosy_engine.executor.worker_protocol import (
+    CALL,
+    DIED,
+    DONE,
+    EXECUTE,
+    FAILED,
+    LEND,
+    PROGRESS,
+    MessageReader,
+    MessageWriter,
+    WorkerFailure,
+    failure_of,
+    join_network,
+)
+from argosy_engine.messages import CollectiveRpc, GrammarBitmask, LoadStep, SchedulerOutput
+from argosy_engine.osproc import describe_on_signal, die_with_parent, dump_stacks_on_signal, paused_collector
+from argosy_protocol.program.process import configure_logging
 
 if TYPE_CHECKING:
     from argosy_engine.worker.pending_step import PendingStep
     from argosy_engine.worker.worker import Worker
+
+logger = logging.getLogger("argosy.worker")
+
+
+_PROGRESS_S = 0.5
+"""Minimum interval between two messages on the progress of a phase of the load."""
+
+
+class AnswerQueue:
+    """Answers of one worker, sent by a thread.
+
+    They are sent in the order of the core's calls, each once it is known: the thread waits for the steps' tokens, so
+    that the worker takes the next call meanwhile.
+
+    Args:
+        rank: the worker's, for the log.
+        stream: where the answers go; only the thread writes to it.
+    """
+
+    def __init__(self, rank: int, stream: MessageWriter) -> None:
+        self._rank = rank
+        self._stream = stream
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._told: tuple[str, float] = "", 0.0
+        self._queue: queue.Queue[Callable[[], bytes | None]] = queue.Queue()
+        threading.Thread(target=self._send, daemon=True, name="answers").start()
+
+    def put_step(self, wait: Callable[[], Any], *, is_answered: bool) -> None:
+        """Answer with the output of a launched step. A step that fails ends the process.
+
+        Args:
+            wait: waits for the end of the step and returns its output.
+            is_answered: whether the core waits for this worker's output; otherwise only a failure is sent.
+        """
+
+        def answer() -> bytes | None:
+            output = wait()
+            return DONE + self._encode(output) if is_answered else None
+
+        self._queue.put(answer)
+
+    def put_progress(self, step: LoadStep) -> None:
+        """Tell the core how far the load is: every phase, and of a phase as much as it needs to know."""
+        phase, told_at = self._told
+        now = time.monotonic()
+        if step.phase == phase and now - told_at < _PROGRESS_S:
+            return
+        self._told = step.phase, now
+        message = PROGRESS + self._encode(step)
+        self._queue.put(lambda: message)
+
+    def put_result(self, result: Any) -> None:
+        """Answer with the result of a call.
+
+        Raises:
+            TypeError: the result cannot be encoded.
+        """
+        message = DONE + self._encode(result)
+        self._queue.put(lambda: message)
+
+    def put_failure(self, error: Exception) -> None:
+        """Answer with the error of a call, which does not affect the worker."""
+        message = FAILED + self._encode(self._describe(error))
+        self._queue.put(lambda: message)
+
+    def join(self) -> None:
+        """Wait until everything is answered."""
+        self._queue.join()
+
+    def die(self, error: Exception) -> NoReturn:
+        """Answer everything before, tell why this process ends, and end it."""
+
+        def answer() -> bytes:
+            raise error
+
+        self._queue.put(answer)
+        self._queue.join()  # the thread ends the process
+        os._exit(1)
+
+    def _send(self) -> None:
+        while True:
+            answer = self._queue.get()
+            try:
+                message = answer()
+                if message is not None:
+                    self._stream.send(message)
+            except Exception as error:
+                with contextlib.suppress(OSError):  # the core has ended
+                    self._stream.send(DIED + self._encode(failure_of(error)))
+                os._exit(1)
+            self._queue.task_done()
+
+    def _describe(self, error: Exception) -> WorkerFailure:
+        if isinstance(error, (ConfigError, UtilityFailed)):  # the message is meant for the caller
+            return WorkerFailure(str(error), isinstance(error, ConfigError))
+        logger.error("a call of worker %d failed", self._rank, exc_info=error)
+        return WorkerFailure(f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
@@ -121,7 +231,7 @@ class WorkerProcess:
 
     def _start(self, args: EngineArgs) -> Worker:
         with paused_collector():
-            from argosy_engine.executor.worker_class import worker_class
+            from argosy_engine.executor.uniproc_executor import worker_class
 
             make = worker_class(args.worker_cls)
         gc.freeze()  # what is imported stays: the collector need not look at it again and again
@@ -177,7 +287,7 @@ class WorkerProcess:
                 awaiting = None
 
     def _call(self, worker: Worker, call: CollectiveRpc) -> None:
-        from argosy_engine.executor.worker_class import public_method
+        from argosy_engine.executor.uniproc_executor import public_method
 
         self._answers.join()  # the method finds no step in flight
         try:

@@ -16,24 +16,26 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from contextlib import aclosing
 from typing import Any, Literal
 
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.checkpoint.tokenizer_files import prepare_tokenizer
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncClient, AsyncMPClient
-from argosy_engine.core.proc.client_group import ALONE, ClientGroup, num_balancer_columns
+from argosy_engine.core.proc.core_handle import ALONE, ClientGroup, num_balancer_columns
 from argosy_engine.core.proc.data_parallel_client import DPLBAsyncMPClient
 from argosy_engine.errors import EngineAsleep, EngineDead, EngineError, RequestFailed
+from argosy_engine.frontend.admission import QueueLimits
 from argosy_engine.frontend.input_processor import InputProcessor
 from argosy_engine.frontend.model_source import local_model_async
 from argosy_engine.frontend.observer import Choices, Observer
-from argosy_engine.frontend.output_collector import OutputCollector
-from argosy_engine.frontend.output_processor import OutputProcessor
-from argosy_engine.frontend.outputs import GenerationOutput
-from argosy_engine.frontend.queue_limits import QueueLimits
-from argosy_engine.messages.collective_rpc import CollectiveRpc
-from argosy_engine.messages.core_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from argosy_engine.messages.load_step import LoadStep
-from argosy_engine.messages.sleep_levels import check_level
+from argosy_engine.frontend.output_processor import GenerationOutput, OutputCollector, OutputProcessor
+from argosy_engine.messages import (
+    CollectiveRpc,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LoadStep,
+    check_sleep_level,
+)
 from argosy_engine.sizing.kv_cache_sizing import check_model
 
 logger = logging.getLogger("argosy.frontend")
@@ -308,7 +310,7 @@ class AsyncLLM:
         Raises:
             UtilityFailed: there is no such level, or another API process does not follow; the engine stays awake.
         """
-        check_level(level)
+        check_sleep_level(level)
         async with self._sleep_lock:
             before, self._sleep_level = self._sleep_level, level
             try:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from tokenizers.decoders import DecodeStream
 
 from argosy_engine.frontend.tokenizer import Tokenizer
-from argosy_engine.params.sampling_params import SamplingParams
+from argosy_engine.params import SamplingParams
 
 _PRIMING_TOKENS = 6
 """Number of prompt tokens that are decoded first, so that the output's first token is decoded in its context."""

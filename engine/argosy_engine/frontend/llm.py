@@ -1,21 +1,32 @@
-"""LLM: offline generation with the core in this process. `LLM(model).generate(prompts)` and `.chat(messages)`.
+"""Offline generation: `LLM`, and `LLMEngine`, on which it is built, for callers with a loop of their own.
 
-with LLM("builtin://tiny") as llm:
-    (output,) = llm.chat([{"role": "user", "content": "Hello!"}])
+    with LLM("builtin://tiny") as llm:
+        (output,) = llm.chat([{"role": "user", "content": "Hello!"}])
+
+    engine = LLMEngine.from_engine_args(EngineArgs.of(model="builtin://tiny"))
+    engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=8))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.request_id, output.text, output.finished)
+
+The engine knows the client's interface, but not where the core runs. Request ids are the caller's; the core has ids of
+its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import msgspec
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.core_client import SyncClient
+from argosy_engine.core.proc.core_client import ClosedClient, InprocClient, SyncClient, SyncMPClient
+from argosy_engine.core.proc.data_parallel_client import DPLBSyncMPClient
 from argosy_engine.errors import EngineError, InvalidRequest
 from argosy_engine.frontend.beam_search import (
     BeamSearch,
@@ -24,20 +35,324 @@ from argosy_engine.frontend.beam_search import (
     BeamSearchParams,
     max_output_tokens,
 )
-from argosy_engine.frontend.llm_engine import LLMEngine
-from argosy_engine.frontend.llm_tokenizer import LLMTokenizer
-from argosy_engine.frontend.outputs import CompletionOutput, RequestOutput, log_failures
-from argosy_engine.frontend.pooled_prompts import render_pairs, render_texts
-from argosy_engine.frontend.pooling import PoolingRequestOutput, check_scores, encode, joined_scores
-from argosy_engine.frontend.prompts import PromptType, as_list
-from argosy_engine.frontend.renderer import TokenizedPrompt
-from argosy_engine.params.pooling_params import PoolingParams
-from argosy_engine.params.sampling_params import SamplingParams
-from argosy_engine.sample.logits_processor.interface import LogitsProcessor, processor_path
+from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.model_source import budget_table, local_model
+from argosy_engine.frontend.observer import Choices
+from argosy_engine.frontend.output_processor import (
+    CompletionOutput,
+    OutputProcessor,
+    RequestOutput,
+    log_failures,
+)
+from argosy_engine.frontend.pooling import (
+    PoolingRequestOutput,
+    check_scores,
+    encode,
+    joined_scores,
+    render_pairs,
+    render_texts,
+)
+from argosy_engine.frontend.prompts import PromptType, as_list, text_of
+from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
+from argosy_engine.messages import CollectiveRpc
+from argosy_engine.params import PoolingParams, SamplingParams
+from argosy_engine.parsers.parser_registry import check_parser_flags
+from argosy_engine.sample.logits_processor import LogitsProcessor, processor_path
 from argosy_engine.vllm_settings import engine_args_of
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest
-from argosy_protocol.scoring import ScoreRequest
+from argosy_protocol.pooling import ScoreRequest
+
+logger = logging.getLogger("argosy.frontend")
+
+
+class LLMEngine:
+    """Runs requests step by step. A context manager that closes the engine.
+
+    Args:
+        client: owned by this engine from now on; `close` closes it.
+    """
+
+    def __init__(self, client: SyncClient) -> None:
+        self.client: SyncClient = client
+        self.config = client.config
+        self.input_processor = InputProcessor(client.config)
+        self.renderer = self.input_processor.renderer
+        self.output_processor = OutputProcessor(self.renderer.tokenizer)
+        self._core_ids: dict[str, list[str]] = {}
+        """Request id -> the core's ids of its choices, until the last of them ends."""
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, multiprocess: bool = False) -> LLMEngine:
+        """Load the model, after fetching it if it is remote, and log its memory budget (`argosy.frontend`, INFO).
+
+        Args:
+            multiprocess: the core runs in a process of its own, so that tokenising and stepping overlap. Several
+                cores (`data_parallel_size`) always do.
+
+        Raises:
+            ConfigError: the model or an argument cannot work.
+            FetchFailed: the model could not be fetched for now.
+        """
+        if multiprocess:
+            args.check_core_process()
+        check_parser_flags(args)
+        with local_model(args) as local:
+            client: SyncClient
+            if local.executor_backend == "external_launcher":
+                from argosy_engine.core.proc.core_client import CopiedCoreClient
+
+                client = CopiedCoreClient(local)
+            elif local.data_parallel_size > 1:
+                client = DPLBSyncMPClient(local)
+            else:
+                client = SyncMPClient(local) if multiprocess else InprocClient(local)
+        try:
+            config = client.config
+            logger.info("memory of %s\n%s", config.model_name, budget_table(*config.memory_of_ranks))
+            return cls(client)
+        except BaseException:
+            client.close()
+            raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | TokenizedPrompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Send a request to the core.
+
+        Args:
+            request_id: may be used again once the request is finished or aborted.
+            prompt: text, token ids, vLLM's dict with either, or a chat's prompt from the renderer.
+            priority: lower goes first, with `scheduling_policy="priority"`.
+
+        Raises:
+            InvalidRequest: the id is taken, the prompt is empty or too long, parameters are out of bounds, or there is
+                a priority and the engine does not schedule by it.
+        """
+        if request_id in self._core_ids:
+            raise InvalidRequest(f"a request with id {request_id!r} is running", param="request_id")
+        params = params or SamplingParams()
+        params.verify()
+        made = self.renderer.render_prompt(prompt)
+        requests = self.input_processor.process_inputs(made, params, priority=priority)
+        result = RequestOutput(
+            request_id,
+            made.token_ids,
+            [CompletionOutput(choice) for choice in range(params.n)],
+            prompt=made.text if isinstance(prompt, TokenizedPrompt) else text_of(prompt),
+        )
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = [None]
+        self.client.add_request(requests[0])
+        self._core_ids[request_id] = [request.request_id for request in requests]
+        choices = Choices(len(requests))
+        states = [
+            self.output_processor.add_request(request, choice, request_output=result, choices=choices)
+            for choice, request in enumerate(requests)
+        ]
+        states[0].siblings = requests[1:]
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Forget requests; ids that are not running are ignored."""
+        aborted: list[str] = []
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            aborted += self._core_ids.pop(request_id, ())
+        for core_id in aborted:
+            self.output_processor.finish(core_id, "abort")
+        if aborted:
+            self.client.abort_requests(aborted)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
+
+    def step(self) -> list[RequestOutput]:
+        """Run a step, and return the requests that got tokens or ended in it, with all their output so far.
+
+        Raises:
+            EngineDead: the core died.
+        """
+        if not self.output_processor.has_unfinished_requests():
+            return []
+        processed = self.output_processor.process_outputs(self.client.step().outputs)
+        if processed.reqs_to_abort:
+            self.client.abort_requests(processed.reqs_to_abort)
+        for request in processed.reqs_to_add:
+            self.client.add_request(request)
+        results = list(processed.request_outputs.values())
+        for result in results:
+            if result.finished:
+                self._core_ids.pop(result.request_id, None)
+        return results
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a public method of every worker, and return the results by rank (`Executor.collective_rpc`).
+
+        Raises:
+            UtilityFailed: there is no such method, it failed, or it timed out.
+        """
+        call = CollectiveRpc(method, timeout, list(args), dict(kwargs or {}))
+        return list(self.client.call_utility("collective_rpc", call))
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes. Returns False and has no effect while requests hold blocks."""
+        return bool(self.client.call_utility("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache until `wake_up`. All requests must be finished.
+
+        Raises:
+            UtilityFailed: requests are running, or there is no such level.
+        """
+        self.client.call_utility("sleep", level)
+
+    def wake_up(self) -> None:
+        """Load the weights again. Raises UtilityFailed if that is impossible; the engine stays asleep."""
+        self.client.call_utility("wake_up")
+
+    def close(self) -> None:
+        """Free the model and end the core. Further calls have no effect; any other method raises EngineClosed."""
+        client, self.client = self.client, ClosedClient(self.config)
+        client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Encoding(dict[str, Any]):
+    """What a call of the tokenizer returns, with items that are attributes as well: `input_ids` and `attention_mask`,
+    lists of integers for one text, and lists of these for several."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """Ones: nothing is padded."""
+        return self["attention_mask"]
+
+
+class LLMTokenizer:
+    """What `LLM.get_tokenizer` returns: the model's tokenizer and chat template, for callers only.
+
+    It has those methods of transformers' tokenizers that callers of vLLM use, with their names, defaults and results.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._tokenizer = renderer.tokenizer
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first token that ends an output, or None if the model has none."""
+        return next(iter(self._renderer.config.eos_token_ids), None)
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
+        """Tokenise a text or several, without padding and truncation.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        batch = [self.encode(each, add_special_tokens) for each in text]
+        return Encoding(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokenise a text.
+
+        Raises:
+            InvalidRequest: it is not valid Unicode, or longer than any prompt of the model.
+        """
+        return self._renderer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids.
+
+        Raises:
+            InvalidRequest: an id is beyond the vocabulary.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        self._renderer.check_token_ids(ids, "token_ids")
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[int | Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Return the text of each sequence of token ids.
+
+        Raises:
+            InvalidRequest: as `decode`.
+        """
+        return [self.decode(sequence, skip_special_tokens) for sequence in sequences]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the tokens, as spelled in the vocabulary, with their ids."""
+        return self._tokenizer.backend.get_vocab(with_added_tokens=True)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return the id of a token as spelled in the vocabulary; None if there is none."""
+        return self._tokenizer.backend.token_to_id(token)
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as spelled in the vocabulary; empty for an id without a token."""
+        return self._tokenizer.token_strs(token_ids)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> list[int] | str:
+        """Return the prompt of a conversation, as token ids, or as text without `tokenize`.
+
+        Ids are those that `LLM.chat` would use: control tokens that a message spells are text in it. Tokenising the
+        text would make them control tokens again.
+
+        Args:
+            add_generation_prompt: end with the beginning of an assistant's message. Off here, on in `LLM.chat`.
+            continue_final_message: end with the last message's content.
+            **chat_template_kwargs: variables of the model's chat template.
+
+        Raises:
+            InvalidRequest: malformed messages, the template cannot take them, or the model has none.
+        """
+        fields = {
+            "messages": conversation,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs or None,
+        }
+        try:
+            request = msgspec.convert(fields, ChatCompletionRequest)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error), param="messages") from None
+        return self._renderer.chat_tokens(request) if tokenize else self._renderer.chat_text(request)
+
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 

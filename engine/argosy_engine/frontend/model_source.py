@@ -1,8 +1,9 @@
 """Model source: makes the model that a user named a directory on this machine, by fetching it where it is remote.
 
-Owns the step before the core starts: core and workers read directories and fetch nothing. Must not know protocols or
-the store (`argosy_fetcher.pull`). Invariant: a model that the engine does not serve is refused before any weight is
-fetched.
+It owns the step before the core starts: core and workers read directories and fetch nothing. Protocols and the store
+are `argosy_fetcher.pull`'s. Invariant: a model that the engine does not serve is refused before any weight is fetched.
+
+`budget_table` shows what memory the model then takes, for `argosy doctor`, `argosy serve` and `LLMEngine`'s log.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
+from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
-from argosy_engine.models.fetch_check import check_fetched_config
-from argosy_engine.request_defaults import sampling_defaults
+from argosy_engine.models.config_file import check_fetched_config
+from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_fetcher.errors import FetchError, NoSpace, TransientError
-from argosy_fetcher.progress import Progress
-from argosy_fetcher.progress_display import ProgressDisplay, progress_display
+from argosy_fetcher.progress import Progress, ProgressDisplay, progress_display
 from argosy_fetcher.source_uri import SourceUri, from_argument
 
 if TYPE_CHECKING:
@@ -199,3 +199,59 @@ async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Pro
         return await future
     finally:
         cancelled.set()
+
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size(num_bytes: int) -> str:
+    """Format a number of bytes with a binary unit."""
+    for unit, name in _UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"
+
+
+def budget_table(*budgets: MemoryBudget) -> str:
+    """Format the budget in five lines, or six for a model with states, numbers right-aligned.
+
+    Args:
+        budgets: those of all data-parallel ranks, of which the smallest is shown.
+    """
+    budget = min(budgets, key=lambda each: each.num_blocks)
+    if budget.device == "cuda":
+        share = f"{budget.utilization:g} of {size(budget.total_bytes)}, {size(budget.available_bytes)} free at start"
+    else:
+        share = f"{budget.utilization:g} of what weights leave of {size(budget.available_bytes)}"
+    kind = "peak of the largest step" + ("" if budget.device == "cuda" else ", estimated")
+    workers = f"on each of {budget.num_workers} workers, as below" if budget.num_workers > 1 else ""
+    reason = share if budget.limited_by == "memory" else f"set by {budget.limited_by}"
+    rows = [
+        ("weights", size(budget.weights_bytes), workers),
+        ("activations", size(budget.activation_bytes), kind),
+    ]
+    if not budget.request_blocks and not budget.num_states:
+        rows.append(("KV cache", "none", "an encoder computes each prompt whole"))
+        return _lines(rows, len(budgets))
+    rows += [
+        (
+            "KV cache",
+            size(budget.kv_cache_bytes),
+            f"{budget.num_blocks} blocks of {budget.block_size}; {reason}",
+        ),
+        (
+            "capacity",
+            str(budget.kv_cache_tokens),
+            f"tokens, {size(budget.block_bytes // budget.block_size)} each",
+        ),
+        ("concurrency", f"{budget.max_concurrency:.1f}", f"requests of {budget.max_model_len} tokens"),
+    ]
+    if budget.state_bytes:
+        kept = f"of {size(budget.state_bytes)}, one of each request that runs, the others of cached prefixes"
+        rows.insert(3, ("states", str(budget.num_states - 1), kept))
+    return _lines(rows, len(budgets))
+
+
+def _lines(rows: Sequence[tuple[str, str, str]], num_ranks: int) -> str:
+    lines = [f"  {name:<14}{value:>12}  {note}".rstrip() for name, value, note in rows]
+    return "\n".join(lines if num_ranks == 1 else [f"  each of {num_ranks} data-parallel ranks:", *lines])

@@ -16,32 +16,35 @@ import msgspec
 
 from argosy_engine.checkpoint.tokenizer_files import PreparedTokenizer
 from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong
+from argosy_engine.frontend.admission import stop_if_abandoned
 from argosy_engine.frontend.chat_template import ChatTemplate
-from argosy_engine.frontend.chunk_map import map_chunks, map_token_chunks
-from argosy_engine.frontend.control_tokens import ControlTokens
-from argosy_engine.frontend.fill_in_middle import fill_in_middle
-from argosy_engine.frontend.prompt_truncation import Truncation, truncation_of
-from argosy_engine.frontend.prompts import PromptType, text_or_token_ids
-from argosy_engine.frontend.render_pool import stop_if_abandoned
+from argosy_engine.frontend.prompts import (
+    ControlTokens,
+    PromptType,
+    Truncation,
+    fill_in_middle,
+    map_chunks,
+    map_token_chunks,
+    text_or_token_ids,
+    truncation_of,
+)
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
-from argosy_engine.messages.core_messages import ChunkEnd
+from argosy_engine.messages import ChunkEnd
 from argosy_engine.model_configs.model_config import read_json
-from argosy_engine.params.sampling_params import ThinkingMarks
+from argosy_engine.params import ThinkingMarks
 from argosy_engine.parsers.chat_parser import ChatParser
-from argosy_engine.parsers.harmony_parser import HarmonyParser
+from argosy_engine.parsers.harmony_parser import HarmonyParser, OpenAIToolParser
 from argosy_engine.parsers.parser_registry import choose_parsers, load_tool_parser_plugin
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
-from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.resolved_config import ParserConfig, ResolvedConfig, TokenizerConfig
-from argosy_engine.structured.reasoning import Reasoning, last_index, reasoning_after, reasoning_in
-from argosy_protocol.chunk_hash import chain_seed
+from argosy_engine.structured.grammar_state import Reasoning, last_index, reasoning_after, reasoning_in
+from argosy_protocol.chunk_hash import Segment, SegmentKind, chain_seed, prompt_segments
 from argosy_protocol.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     GenerationRequest,
 )
-from argosy_protocol.prompt_segments import Segment, SegmentKind, prompt_segments
 
 if TYPE_CHECKING:
     from argosy_engine.frontend.mistral_tokenizer import MistralTokenizer
@@ -239,15 +242,6 @@ class Renderer:
         Raises:
             InvalidRequest: the template rejects the messages, or the model has no template.
         """
-        prompt = self._render_chat(request)
-        reasoning = prompt.reasoning
-        if reasoning is None:
-            return self._with_thinking_marks(prompt, request, is_open=False)
-        return self._with_thinking_marks(
-            prompt, request, is_open=reasoning.is_open, end_ids=reasoning.end_ids
-        )
-
-    def _render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
         (segments,) = prompt_segments(request)
         if self._mistral is not None:
             text, encoded = self._mistral_chat(self._mistral, request, segments)
@@ -259,28 +253,38 @@ class Renderer:
             prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if request.return_prompt_text:
             prompt = prompt._replace(text=text)
+        reasoning = self._reasoning_after(prompt, text, request)
+        if reasoning is None:
+            return self._with_thinking_marks(prompt, request, is_open=False)
+        prompt = prompt._replace(reasoning=reasoning)
+        return self._with_thinking_marks(
+            prompt, request, is_open=reasoning.is_open, end_ids=reasoning.end_ids
+        )
+
+    def _reasoning_after(
+        self, prompt: TokenizedPrompt, text: str, request: ChatCompletionRequest
+    ) -> Reasoning | None:
+        """Return the markers of the reasoning that the model may write after a chat; None if it cannot."""
+        parser, is_called = self.parsers.reasoning_parser, request.tool_choice not in (None, "auto", "none")
         if not self.has_thinking or (prompt.is_truncated and request.truncation_side == "right"):
-            return prompt  # without the end of the prompt nobody knows whether the model reasons
+            return None  # without the end of the prompt nobody knows whether the model reasons
         if self._mistral is not None:
-            return prompt._replace(reasoning=self._mistral_reasoning(prompt, request))
-        if self.parsers.reasoning_parser.is_prose and (
-            _is_constrained(request) or request.tool_choice not in (None, "auto", "none")
-        ):
-            return prompt  # the grammar applies from the first token on
+            return self._mistral_reasoning(prompt, request)
+        if parser.is_prose and (is_called or _is_constrained(request)):
+            return None  # the grammar applies from the first token on
         if request.continue_final_message:
             begun = "\n".join(_texts(request.messages[-1]))
-            return prompt._replace(reasoning=reasoning_in(begun, *self._thought_marks, *self._thought_ids))
-        text_end = self.parsers.reasoning_parser.text_end
-        if text_end is not None and text.rstrip().endswith(text_end):
-            return prompt
+            return reasoning_in(begun, *self._thought_marks, *self._thought_ids)
+        if parser.text_end is not None and text.rstrip().endswith(parser.text_end):
+            return None
         reasoning = reasoning_after(text, *self._thought_marks, *self._thought_ids)
         if reasoning is None:
-            return prompt
-        if self.parsers.reasoning_parser.starts_open:
+            return None
+        if parser.starts_open:
             reasoning = msgspec.structs.replace(reasoning, is_open=True)
-        if self._end_before_calls and request.tool_choice not in (None, "auto", "none"):
+        if self._end_before_calls and is_called:
             reasoning = msgspec.structs.replace(reasoning, end_ids=self._end_before_calls)
-        return prompt._replace(reasoning=reasoning)
+        return reasoning
 
     def _mistral_reasoning(self, prompt: TokenizedPrompt, request: ChatCompletionRequest) -> Reasoning | None:
         if request.continue_final_message:  # within an answer
@@ -464,7 +468,7 @@ class Renderer:
             )
 
     def truncation_of(self, request: GenerationRequest) -> Truncation | None:
-        """Return how a request's prompts are shortened; None if they are not (`prompt_truncation.truncation_of`)."""
+        """Return how a request's prompts are shortened; None if they are not (`prompts.truncation_of`)."""
         return truncation_of(request, self.config.max_model_len, least_output=self._least_output)
 
     def check_length(self, num_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 Queries, keys and values go through a short causal convolution and silu; each head applies the gated delta rule
 (arXiv 2412.06464) with a decay and a rate per token, and a norm that z gates ends it. Of each request a layer keeps the
-convolution's last inputs and the heads' states, in blocks (`attention.layer.StateLayer`).
+convolution's last inputs and the heads' states, in blocks (`attention.backend.StateLayer`).
 
 Our CPU kernels compute a layer in one call, Triton's kernels in four launches, and two more where there are prompts.
 Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a
@@ -11,17 +11,16 @@ triangular system and a few products.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native_step import native_step
+from argosy_engine.attention.backend import AttentionMetadata, StateLayer
+from argosy_engine.attention.cpu_attn import native_step
 from argosy_engine.attention.params import DeltaNetParams
-from argosy_engine.layers.causal_conv import causal_conv, divided_step
-from argosy_engine.native.library import DTYPES, MAX_DELTA_KEYS, DeltaNetStruct, Kernels, kernels
+from argosy_engine.layers.short_conv import causal_conv, divided_step
+from argosy_engine.native.library import MAX_DELTA_KEYS, DeltaNetStruct, Kernels, kernels_for
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -42,16 +41,6 @@ class DeltaNetWeights(NamedTuple):
     """float32 [value_dim]"""
     eps: float
     """Of the norm."""
-
-
-class DeltaNetKernel(Protocol):
-    """Computes a layer."""
-
-    def __call__(
-        self, qkvz: torch.Tensor, ba: torch.Tensor, state: StateLayer, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        """See `DeltaNet.__call__`."""
-        ...
 
 
 class DeltaNet:
@@ -83,11 +72,10 @@ class DeltaNet:
 
 def _kernel(
     params: DeltaNetParams, weights: DeltaNetWeights, dtype: torch.dtype, *, uses_triton: bool
-) -> DeltaNetKernel:
+) -> TritonDeltaNet | CpuDeltaNet | TorchDeltaNet:
     if uses_triton:
         return TritonDeltaNet(params, weights)
-    device = weights.conv.device.type
-    native = kernels() if device == "cpu" and dtype in DTYPES else None
+    native = kernels_for(weights.conv.device, dtype)
     is_aligned = native is not None and params.key_dim % native.lanes == params.value_dim % native.lanes == 0
     if native is not None and is_aligned and params.key_dim <= MAX_DELTA_KEYS:
         return CpuDeltaNet(params, weights, native)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from argosy_engine.layers.plain_operations import plain_operations
+from argosy_engine.layers.norms import plain_operations
 
 logger = logging.getLogger(__name__)
 

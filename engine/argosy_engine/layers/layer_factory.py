@@ -11,9 +11,16 @@ from typing import TypeVar
 
 import torch
 
-from argosy_engine.attention.backend import AttentionBackend, AttentionWeights, DecoderParts, FusedDecoder
-from argosy_engine.attention.latent import LatentWeights
-from argosy_engine.attention.layer import Attention, LatentAttention
+from argosy_engine.attention.backend import (
+    Attention,
+    AttentionBackend,
+    AttentionWeights,
+    DecoderParts,
+    FusedDecoder,
+    LatentAttention,
+    LatentWeights,
+    RotaryEmbedding,
+)
 from argosy_engine.attention.params import (
     AttentionParams,
     DeltaNetParams,
@@ -22,14 +29,12 @@ from argosy_engine.attention.params import (
     MambaParams,
     ShortConvParams,
 )
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.checkpoint.weights import WeightPlan, Weights
-from argosy_engine.distributed.communicator import Communicator, LocalCommunicator
+from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator
 from argosy_engine.layers.delta_net import DeltaNet, DeltaNetWeights
-from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding
-from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, TritonExperts
+from argosy_engine.layers.embedding import Embedding, VocabParallelEmbedding, inverse_frequencies
+from argosy_engine.layers.experts import Experts, ExpertsSpec, SeparateExperts, TokenExchange, TritonExperts
 from argosy_engine.layers.layer_compiler import LayerCompiler, LayerFunction
-from argosy_engine.layers.layer_kernels import GatedActivation, LayerKernels, TorchLayerKernels
 from argosy_engine.layers.linear import (
     Float32Linear,
     GatedLinear,
@@ -37,17 +42,24 @@ from argosy_engine.layers.linear import (
     LinearSpec,
     RowParallelLinear,
     VocabParallelHead,
+    gated_linear_of,
+    linear_of,
 )
-from argosy_engine.layers.linear_kernels import gated_linear_kernel, linear_kernel
-from argosy_engine.layers.linear_method import LinearMethod, UnquantizedLinearMethod
+from argosy_engine.layers.linear_method import LinearMethod
 from argosy_engine.layers.mamba import GroupMeans, Mamba, MambaWeights
-from argosy_engine.layers.norms import HeadsNorm, InputNorm, RMSNorm, WidthNorm
-from argosy_engine.layers.rope import inverse_frequencies
+from argosy_engine.layers.norms import (
+    GatedActivation,
+    HeadsNorm,
+    InputNorm,
+    LayerKernels,
+    LayerNorm,
+    RMSNorm,
+    TritonLayerKernels,
+    WidthNorm,
+)
 from argosy_engine.layers.short_conv import ShortConv, ShortConvWeights
-from argosy_engine.layers.token_exchange import TokenExchange
 from argosy_engine.model_configs.rope_config import RopeParameters
-from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
-from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
+from argosy_engine.model_configs.sharding import WHOLE, WHOLE_MODEL, Shard, Sharding, Stage
 from argosy_engine.quantized_rows import TakesRows
 
 Params = TypeVar("Params", AttentionParams, LatentAttentionParams)
@@ -87,8 +99,10 @@ class LayerFactory:
         self.dtype, self.device = weights.dtype, weights.device
         self.max_positions = max_positions
         self._backend = backend
-        self._method = linear_method or UnquantizedLinearMethod(is_traceable=compiler is not None)
-        self._kernels = _layer_kernels(backend, has_native=compiler is None)
+        self._method = linear_method or LinearMethod(is_traceable=compiler is not None)
+        self._kernels: LayerKernels = LayerKernels(has_native=compiler is None)
+        if backend.uses_triton:
+            self._kernels = TritonLayerKernels()
         self._compiler = compiler
         self.sharding = sharding
         self._communicator = communicator or LocalCommunicator()
@@ -147,7 +161,7 @@ class LayerFactory:
         Arguments: `LinearSpec`.
         """
         spec = LinearSpec(parts, in_features, bias, order=order, keeps_precision=keeps_precision)
-        return Linear(self._method.load(self.weights, spec))
+        return self._method.load(self.weights, spec)
 
     def router(
         self, name: str, num_experts: int, in_features: int, *, bias: bool, in_float32: bool
@@ -161,7 +175,7 @@ class LayerFactory:
             weight = self.weights.take(name + ".weight", *shape)
         else:
             weight = self.weights.take_scale(name + ".weight", shape, is_signed=True)
-        return Float32Linear(linear_kernel(weight, is_traceable=self._compiler is not None))
+        return Float32Linear(linear_of(weight, is_traceable=self._compiler is not None))
 
     def column_linear(
         self,
@@ -182,7 +196,7 @@ class LayerFactory:
         spec = LinearSpec(parts, in_features, bias, is_transposed, self._equal_parts(parts))
         if head_order is not None:
             spec = replace(spec, order=_repeated(head_order, spec.out_features // len(head_order)))
-        return Linear(self._method.load(self.weights, spec))
+        return self._method.load(self.weights, spec)
 
     def gated_linear(
         self,
@@ -225,7 +239,7 @@ class LayerFactory:
         function: GatedActivation = self._kernels.gated_activations[activation]
         if feeds is not None and feeds.input_quantization is not None:
             function = self._kernels.quantized_gated_activation(activation, feeds.input_quantization)
-        return GatedLinear(self._method.load_gated(self.weights, spec, function))
+        return self._method.load_gated(self.weights, spec, function)
 
     def experts(self, spec: ExpertsSpec) -> Experts:
         """Make the experts of one layer. A rank computes some of them, or a part of each: their outputs are complete
@@ -254,7 +268,7 @@ class LayerFactory:
         outputs = None if spec.features is None else dict.fromkeys(names, (spec.features,))
         gate_up = LinearSpec(dict.fromkeys(names, spec.inner), spec.hidden, outputs=outputs)
         down_spec = LinearSpec({down: spec.hidden}, spec.inner, inputs=spec.features)
-        return self._gated(gate_up, spec.activation), Linear(self._method.load(self.weights, down_spec))
+        return self._gated(gate_up, spec.activation), self._method.load(self.weights, down_spec)
 
     def _unstacked(self, spec: ExpertsSpec) -> dict[int, tuple[GatedLinear, Linear]]:
         whole = self._method.load_experts(self.weights, spec)
@@ -266,11 +280,11 @@ class LayerFactory:
 
         experts = {}
         for place, index in enumerate(spec.held_experts):
-            gate_up = gated_linear_kernel(
+            gate_up = gated_linear_of(
                 whole.gate_up[place], bias(whole.gate_up_bias, place), activation, is_traceable=is_traceable
             )
-            down = linear_kernel(whole.down[place], bias(whole.down_bias, place), is_traceable=is_traceable)
-            experts[index] = GatedLinear(gate_up), Linear(down)
+            down = linear_of(whole.down[place], bias(whole.down_bias, place), is_traceable=is_traceable)
+            experts[index] = gate_up, down
         return experts
 
     def sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,6 +306,11 @@ class LayerFactory:
         if adds_one:
             weight = weight.to(torch.float32, copy=True).add_(1.0)
         return RMSNorm(weight, eps, self.dtype, self._kernels)
+
+    def layer_norm(self, name: str, size: int, eps: float, *, has_bias: bool = True) -> LayerNorm:
+        """Make a LayerNorm with the weight NAME.weight and, if it has one, the bias NAME.bias."""
+        weight = self.take(name + ".weight", size)
+        return LayerNorm(weight, self.take(name + ".bias", size) if has_bias else None, eps)
 
     def float32_norm(self, weight: str | None, size: int, eps: float, *, factor: float = 1.0) -> RMSNorm:
         """Make an RMSNorm that multiplies by a tensor and a factor, in float32.
@@ -354,14 +373,14 @@ class LayerFactory:
         if rope is not None and self.device.type != "meta":  # a plan comes before any check of the sizes
             order = rope.head_order(params.head_dim)
         if order is not None:
-            own = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
+            own = params.of_rank(self.sharding.size)
             rotated, num_all = own.num_heads + own.num_kv_heads, own.num_heads + 2 * own.num_kv_heads
             order = (
                 *_repeated(order, rotated),
                 *range(rotated * params.head_dim, num_all * params.head_dim),
             )
         spec = LinearSpec(parts, in_features, bias, is_transposed, outputs, order=order)
-        return Linear(self._method.load(self.weights, spec))
+        return self._method.load(self.weights, spec)
 
     def selected_linear(
         self,
@@ -379,7 +398,7 @@ class LayerFactory:
         """
         chosen = {name: tuple(each for each in outputs[name] if each) for name in parts}
         spec = LinearSpec(parts, in_features, bias, outputs=chosen, keeps_precision=keeps_precision)
-        return Linear(self._method.load(self.weights, spec))
+        return self._method.load(self.weights, spec)
 
     def delta_net(self, prefix: str, params: DeltaNetParams, eps: float) -> DeltaNet:
         """Make what a Gated DeltaNet computes between its projections, of which a rank computes its heads.
@@ -472,7 +491,7 @@ class LayerFactory:
         """Make RMSNorms over all query heads and over all key heads (OLMo 2), of which a rank has its heads; see
         `qkv_linear`."""
         dim, size = params.head_dim, self.sharding.size
-        own = params if size == 1 else params.of_rank(size)
+        own = params.of_rank(size)
         q_range, k_range, _ = self.sharding.qkv(params)
         order = None if rope is None else rope.head_order(dim)
         norms = []
@@ -522,9 +541,7 @@ class LayerFactory:
         """Make a projection from features of which each rank has computed a part. Arguments: `LinearSpec`."""
         parts = {name: out_features}
         if self.sharding.size == 1:
-            return Linear(
-                self._method.load(self.weights, LinearSpec(parts, in_features, bias, is_transposed))
-            )
+            return self._method.load(self.weights, LinearSpec(parts, in_features, bias, is_transposed))
         has_bias = bias and self.sharding.rank == 0  # the sum over the ranks contains it once
         inputs = self.sharding.part(in_features)
         spec = LinearSpec(parts, in_features, has_bias, is_transposed, inputs=inputs)
@@ -545,10 +562,10 @@ class LayerFactory:
         name, in_features = "lm_head", embedding.weight.shape[1]
         outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
         spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)
-        kernel = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
+        head = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
         if self.sharding.size == 1:
-            return Linear(kernel)
-        return VocabParallelHead(kernel, self._communicator, vocab_size)
+            return head
+        return VocabParallelHead(head, self._communicator, vocab_size)
 
     def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
         """Make the tables of a rotary embedding, which layers share."""
@@ -576,8 +593,7 @@ class LayerFactory:
             weights = weights._replace(
                 k_scale=self._kv_scale(prefix, "k"), v_scale=self._kv_scale(prefix, "v")
             )
-        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
-        return Attention(params, self._backend, weights)
+        return Attention(params.of_rank(self.sharding.size), self._backend, weights)
 
     def latent_attention(
         self, params: LatentAttentionParams, rotary: RotaryEmbedding, eps: float, *, prefix: str
@@ -594,9 +610,8 @@ class LayerFactory:
         spec = LinearSpec(parts, params.kv_lora_rank, outputs=self._equal_parts(parts))
         kv_b = self._method.take_weight(self.weights, spec).view(-1, width, params.kv_lora_rank)
         norm = self.take(prefix + "kv_a_layernorm.weight", params.kv_lora_rank)
-        params = params if self.sharding.size == 1 else params.of_rank(self.sharding.size)
         weights = LatentWeights.of_kv_b(kv_b, params.qk_nope_head_dim, rotary, norm, eps)
-        return LatentAttention(params, self._backend, weights)
+        return LatentAttention(params.of_rank(self.sharding.size), self._backend, weights)
 
     def _kv_scale(self, prefix: str, name: str) -> torch.Tensor:
         """Return the scale of keys or values, float32 [1]; 1 if the checkpoint has none."""
@@ -631,11 +646,3 @@ def _repeated(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
 
 def _moved(indices: range, start: int) -> range:
     return range(indices.start + start, indices.stop + start)
-
-
-def _layer_kernels(backend: AttentionBackend, *, has_native: bool) -> LayerKernels:
-    if not backend.uses_triton:
-        return TorchLayerKernels(has_native=has_native)
-    from argosy_engine.layers.triton_layer_kernels import TritonLayerKernels
-
-    return TritonLayerKernels()

@@ -3,7 +3,7 @@
 x, B and C go through a short causal convolution and silu; each head applies the selective state space (arXiv
 2405.21060), whose step size per token decays its state and scales what is added to it; D passes x by, z gates, and an
 RMSNorm of each group ends or precedes that. Of each request a layer keeps the convolution's last inputs and
-the heads' states, in blocks (`attention.layer.StateLayer`).
+the heads' states, in blocks (`attention.backend.StateLayer`).
 
 Our CPU kernels compute a layer in one call, Triton's kernels in three launches, and three more where there are prompts.
 Plain torch does what neither can: decodes together, the tokens of other requests in chunks, each of which is a few
@@ -13,18 +13,17 @@ products. Where ranks share a group, all of them leave the norm until its square
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
-from argosy_engine.attention.native_step import native_step
+from argosy_engine.attention.backend import AttentionMetadata, StateLayer
+from argosy_engine.attention.cpu_attn import native_step
 from argosy_engine.attention.params import MambaParams
-from argosy_engine.distributed.communicator import Communicator
-from argosy_engine.layers.causal_conv import causal_conv, divided_step
-from argosy_engine.native.library import DTYPES, Kernels, MambaStruct, kernels
+from argosy_engine.distributed.parallel_state import Communicator
+from argosy_engine.layers.short_conv import causal_conv, divided_step
+from argosy_engine.native.library import Kernels, MambaStruct, kernels_for
 
 _CHUNK = 64
 """Tokens that torch computes at a time."""
@@ -80,14 +79,6 @@ SumSquares = Callable[[torch.Tensor], torch.Tensor]
 """What `GroupMeans` does."""
 
 
-class MambaKernel(Protocol):
-    """Computes a layer."""
-
-    def __call__(self, zxbcdt: torch.Tensor, state: StateLayer, meta: AttentionMetadata) -> torch.Tensor:
-        """See `Mamba.__call__`."""
-        ...
-
-
 class Mamba:
     """One layer between its projections.
 
@@ -129,10 +120,10 @@ def _kernel(
     group_means: SumSquares | None,
     *,
     uses_triton: bool,
-) -> MambaKernel:
+) -> TritonMamba | CpuMamba | TorchMamba:
     if uses_triton:
         return TritonMamba(params, weights, group_means)
-    native = kernels() if weights.conv.device.type == "cpu" and dtype in DTYPES else None
+    native = kernels_for(weights.conv.device, dtype)
     if native is not None and params.head_dim % native.lanes == params.state_size % native.lanes == 0:
         return CpuMamba(params, weights, native, group_means)
     return TorchMamba(params, weights, group_means)

@@ -50,10 +50,7 @@ class GatedMLP:
             feeds=self.down,
             activation=activation,
         )
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.gate_up.input_quantization
+        self.input_quantization = self.gate_up.input_quantization
 
     def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
         return self.down.sum_ranks(self.partial(x))
@@ -63,8 +60,8 @@ class GatedMLP:
         return self.down.partial(self.gate_up(x))
 
 
-class SquaredReluMLP:
-    """down(relu(up(x)) ** 2) (arXiv 2109.08668).
+class SquaredReluMLP(GatedMLP):
+    """down(relu(up(x)) ** 2), without a gate (arXiv 2109.08668).
 
     Args:
         bias: whether both projections have one.
@@ -72,20 +69,10 @@ class SquaredReluMLP:
 
     def __init__(self, factory: LayerFactory, prefix: str, hidden: int, inner: int, *, bias: bool) -> None:
         self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
-        self.up = factory.activated_linear(
+        self.gate_up = factory.activated_linear(
             prefix + "up_proj", inner, hidden, bias=bias, feeds=self.down, activation="relu2"
         )
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.up.input_quantization
-
-    def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return self.down.sum_ranks(self.partial(x))
-
-    def partial(self, x: Activations) -> torch.Tensor:
-        """Return what `down.sum_ranks` makes the output of."""
-        return self.down.partial(self.up(x))
+        self.input_quantization = self.gate_up.input_quantization
 
 
 class LatentProjections(NamedTuple):
@@ -115,7 +102,7 @@ class SparseMLP:
         hidden: int | None = None,
         has_router_bias: bool = False,
         has_float32_router: bool = False,
-        shared: GatedMLP | SquaredReluMLP | None = None,
+        shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
         latent: LatentProjections | None = None,
     ) -> None:
@@ -169,7 +156,7 @@ def decoder_mlp(
     is_fused: bool = False,
     name: str = "mlp.",
     names: Sequence[str] | None = None,
-    shared: GatedMLP | SquaredReluMLP | None = None,
+    shared: GatedMLP | None = None,
 ) -> GatedMLP | SparseMLP:
     """Make the MLP of a decoder's layer: a gated one, or a mixture of experts with what all tokens take besides.
 

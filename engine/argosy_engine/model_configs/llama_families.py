@@ -150,23 +150,27 @@ def _qwen2_moe(raw: RawConfig) -> dict[str, Any]:
 _MIXTRAL_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
+def mixtral_experts(raw: RawConfig, names: ExpertNames) -> dict[str, Any]:
+    return {
+        "routing": {
+            "num_experts": raw.get("num_local_experts", 8),
+            "experts_per_token": raw.get("num_experts_per_tok", 2),
+            "normalises": True,
+        },
+        "inner": raw.get("intermediate_size"),
+        "is_sparse": _all(raw, True),
+        "mlp": "block_sparse_moe.",
+        "names": names,
+    }
+
+
 def _mixtral(raw: RawConfig) -> dict[str, Any]:
     return {
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "rope_theta": 1e6,
         "positions": raw.get("max_position_embeddings", 131072),
         "sliding_windows": _all(raw, raw.get("sliding_window")),
-        "experts": {
-            "routing": {
-                "num_experts": raw.get("num_local_experts", 8),
-                "experts_per_token": raw.get("num_experts_per_tok", 2),
-                "normalises": True,
-            },
-            "inner": raw.get("intermediate_size"),
-            "is_sparse": _all(raw, True),
-            "mlp": "block_sparse_moe.",
-            "names": _MIXTRAL_NAMES,
-        },
+        "experts": mixtral_experts(raw, _MIXTRAL_NAMES),
     }
 
 
@@ -212,28 +216,18 @@ def _phi3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def _granite(raw: RawConfig) -> dict[str, Any]:
+def granite(raw: RawConfig) -> dict[str, Any]:
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     return {name: raw.get(name, 1.0) for name in names}
 
 
+GRANITE_EXPERTS = ExpertNames(
+    experts="", stacked=("input_linear.weight", "output_linear.weight"), router="router.layer"
+)
+
+
 def _granite_moe(raw: RawConfig) -> dict[str, Any]:
-    return {
-        **_granite(raw),
-        "experts": {
-            "routing": {
-                "num_experts": raw.get("num_local_experts", 8),
-                "experts_per_token": raw.get("num_experts_per_tok", 2),
-                "normalises": True,
-            },
-            "inner": raw.get("intermediate_size"),
-            "is_sparse": _all(raw, True),
-            "mlp": "block_sparse_moe.",
-            "names": ExpertNames(
-                experts="", stacked=("input_linear.weight", "output_linear.weight"), router="router.layer"
-            ),
-        },
-    }
+    return {**granite(raw), "experts": mixtral_experts(raw, GRANITE_EXPERTS)}
 
 
 def _rotating(raw: RawConfig) -> list[bool]:
@@ -592,7 +586,7 @@ DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "GlmForCausalLM": _glm,
     "GptOssForCausalLM": _gpt_oss,
-    "GraniteForCausalLM": _granite,
+    "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": _granite_moe,
     "HeliumForCausalLM": _helium,
     "Llama4ForCausalLM": _llama4,

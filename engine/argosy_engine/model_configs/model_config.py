@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -16,9 +17,26 @@ from msgspec import Meta, Struct
 
 from argosy_engine.attention.params import AttentionParams, LayerParams, StateParams
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.file_permission import may_not_read
-from argosy_engine.model_configs.pooling_spec import PoolingSpec
+from argosy_engine.model_configs.model_use import PoolingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
+
+
+def may_not_read(folder: Path, file: Path) -> ConfigError:
+    """Return the error for `file`, or a folder above it, that this process has no permission to read.
+
+    Args:
+        folder: the model's folder.
+    """
+    return ConfigError(f"cannot read {file}: {permission_fault(folder)}")
+
+
+def permission_fault(folder: Path) -> str:
+    """Return the fault and its remedy, for errors that name the file themselves."""
+    return (
+        f"permission denied to user {os.geteuid()}; let its users read the model, in the place that it is stored: "
+        f"chmod -R a+rX {folder}"
+    )
+
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -27,6 +45,8 @@ Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
 RawConfig = Mapping[str, Any]
+PlainActivation = Literal["relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
+"""Of MLPs without a gate."""
 
 
 class NotOurs(ConfigError):
@@ -221,20 +241,29 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of at most `MAX_CONFIG_BYTES`.
+def read_json_value(path: Path) -> Any:
+    """Read a JSON file of at most `MAX_CONFIG_BYTES`.
 
     Raises:
-        ConfigError: the file is missing, too large, or not a JSON object.
+        ConfigError: the file is missing, too large, or not JSON.
     """
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except PermissionError:
         raise may_not_read(path.parent, path) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; see `read_json_value`.
+
+    Raises:
+        ConfigError: the file is missing, too large, or not a JSON object.
+    """
+    value = read_json_value(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return value

@@ -1,9 +1,12 @@
-"""Sharding: which part of each tensor a tensor-parallel rank takes. No torch.
+"""Which part of a model one rank has: of each tensor (tensor parallel) and of the layers (pipeline parallel). No torch.
 
 Attention is divided by heads, an MLP by its intermediate features, embedding and output head by tokens. The first
 projection of a block computes a part of the features (column parallel), the last one multiplies that part, and the
 partial results are summed over the ranks (row parallel). If there are fewer KV heads than ranks, several ranks hold the
 same one. Design: Megatron-LM (arXiv 1909.08053), vLLM's `layers/linear.py`.
+
+Of a pipeline, the first stage also has the embedding, the last one the final norm and the output head, with the
+embedding if they are tied.
 """
 
 from __future__ import annotations
@@ -94,6 +97,42 @@ def _scaled(indices: range, factor: int) -> range:
     return range(indices.start * factor, indices.stop * factor)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `size` stages."""
+
+    index: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+    def layers(self, count: int) -> range:
+        """Return the stage's layers, of a model of `count`.
+
+        If they cannot be divided evenly, stages before the last have one more, because the last also samples.
+        """
+        each, more = divmod(count, self.size)
+        first = self.size - 1 - more
+        """The first stage that has one more; the last never has."""
+        start = self.index * each + min(max(self.index - first, 0), more)
+        return range(start, start + each + (first <= self.index < self.size - 1))
+
+
+WHOLE_MODEL = Stage()
+"""The only stage has everything."""
+
+
+def all_stages(size: int) -> list[Stage]:
+    """Return the stages of a pipeline, in their order."""
+    return [Stage(index, size) for index in range(size)]
+
+
 def check_tensor_parallel(
     config: ModelConfig, size: int, enable_expert_parallel: bool, data_parallel_size: int = 1
 ) -> None:
@@ -140,3 +179,20 @@ def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str 
     if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
         return f"vocab_size {config.vocab_size} is too small"
     return None
+
+
+def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
+    """Check that a model can be divided into `size` stages.
+
+    Raises:
+        ConfigError: it has fewer layers, or runs on code that is not divided.
+    """
+    if config.undivided_stages is not None and size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size}: {config.undivided_stages}; leave it out, or use --data-parallel-size"
+        )
+    if size > config.num_hidden_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {size} exceeds the model's {config.num_hidden_layers} layers; use at most as "
+            "many stages as layers"
+        )

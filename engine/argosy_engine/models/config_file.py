@@ -1,7 +1,9 @@
-"""Reads a checkpoint's config.json into its family's config class, or checks one before the checkpoint is fetched.
+"""Reads a checkpoint's config.json into its family's config class, and refuses a model that the engine does not serve,
+or not in the layout that is asked for, before its weights are fetched or a replica is started.
 
 What describes the quantisation of the weights is read beside it. A config is data: code that it names (`auto_map`) is
 never run. It is ignored where it bears the names of a decoder that we or transformers have; else the config is refused.
+Must not know torch: the command line checks models with it.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from typing import Any
 
 import msgspec
 
+from argosy_engine.checkpoint.model_folder import check_folder, resolve_model
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
-from argosy_engine.model_configs.encoder_config import EncoderConfig
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_config import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
+from argosy_engine.model_configs.sharding import check_pipeline_parallel, check_tensor_parallel
 from argosy_engine.model_configs.transformers_config import (
+    EncoderConfig,
     TransformersConfig,
     config_class_name,
     read_hf_config,
@@ -35,6 +39,7 @@ from argosy_engine.model_configs.wrapper_config import (
 )
 from argosy_engine.models import registry
 from argosy_engine.models.pooling_file import pooling_spec
+from argosy_fetcher.errors import UnsupportedModel
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 REPLACED_CODE = (
@@ -223,6 +228,58 @@ def check_config(raw: RawConfig, use: ModelUse = AS_IT_IS) -> ModelConfig:
         ConfigError: as `load_model_config`.
     """
     return parse_config(_overridden(raw, use.hf_overrides.of_config()), {}, {}, use.model_impl)
+
+
+def check_fetched_config(
+    source: str,
+    config: dict[str, Any],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    expert: bool = False,
+    use: ModelUse = AS_IT_IS,
+) -> None:
+    """Check the content of a config.json, and that the model can be divided among the devices.
+
+    Args:
+        source: the model's name, for the message.
+        tensor: `--tensor-parallel-size`; the others are those of `--pipeline-parallel-size`, `--data-parallel-size`
+            and `--enable-expert-parallel`.
+        use: see `check_config`.
+
+    Raises:
+        UnsupportedModel: the engine does not serve such a model.
+    """
+    try:
+        model = check_config(config, use)
+        check_tensor_parallel(model, tensor, expert, data)
+        check_pipeline_parallel(model, pipeline)
+    except ConfigError as error:
+        raise UnsupportedModel(f"{source}: config.json: {error}") from None
+
+
+def check_local_model(
+    source: str, *, tensor: int = 1, pipeline: int = 1, data: int = 1, expert: bool = False
+) -> None:
+    """Check a model that is on this machine: its config.json, that it can be divided among the devices, and that
+    tokenizer and weights are there and whole.
+
+    Args:
+        source: `file://PATH`, a path or `builtin://NAME`.
+        tensor, pipeline, data, expert: see `check_fetched_config`.
+
+    Raises:
+        UnsupportedModel: the engine could not load it.
+    """
+    try:
+        path = resolve_model(source)
+        config = load_model_config(path, None)  # flags, which are not known here, may say how it pools
+        check_tensor_parallel(config, tensor, expert, data)
+        check_pipeline_parallel(config, pipeline)
+        check_folder(path)
+    except ConfigError as error:
+        raise UnsupportedModel(str(error)) from None
 
 
 def _architecture(raw: RawConfig) -> str:

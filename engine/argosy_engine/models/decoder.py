@@ -1,5 +1,6 @@
-"""Decoder: what Llama, DeepSeek, Qwen3-Next, LFM2 and hybrids with Mamba have in common, and the layers of those whose
-mixers differ.
+"""Decoder: what all families have in common, and the layers of those that differ in what mixes their tokens.
+PooledModel: a decoder that is served for pooling, without its output head, and with the head of its labels if it
+classifies.
 
 A layer gets and gives a pair of tensors whose sum is the hidden states: the sum is left to the next norm, which reads
 both anyway.
@@ -8,14 +9,22 @@ both anyway.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
-from argosy_engine.layers.layer_compiler import CompilablePart
+from argosy_engine.attention.backend import AttentionLayer, AttentionMetadata, ModelInputs, StateLayer
+from argosy_engine.checkpoint.stored_tensors import SCORE
+from argosy_engine.layers.embedding import Embedding
+from argosy_engine.layers.layer_compiler import CompilableLayer, CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.model_use import PoolingSpec
+from argosy_engine.model_configs.sharding import Shard
+from argosy_engine.models import registry
+from argosy_engine.models.registry import CausalLM
 from argosy_engine.quantized_rows import Activations, TakesRows
 
 
@@ -40,9 +49,9 @@ class Layer(Protocol):
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer on x + residual, both [T, hidden_size]; return the output as such a pair. The residual is
-        updated in place."""
+        updated in place. None: x is all."""
         ...
 
     def parts_to_compile(self) -> list[CompilablePart]:
@@ -116,6 +125,7 @@ class Decoder(ABC, Generic[LayerT]):
         eps: of the final norm.
         adds_one: whether it multiplies by 1 + weight.
         embedding, final_norm: names of the embedding and of that norm.
+        embedding_width: of the embedding; None: hidden_size.
         embedding_multiplier: factor on the embeddings.
         logits_scaling: logits are divided by it.
     """
@@ -131,6 +141,7 @@ class Decoder(ABC, Generic[LayerT]):
         *,
         adds_one: bool = False,
         embedding: str = "model.embed_tokens",
+        embedding_width: int | None = None,
         final_norm: str = "model.norm",
         embedding_multiplier: float = 1.0,
         logits_scaling: float = 1.0,
@@ -138,7 +149,7 @@ class Decoder(ABC, Generic[LayerT]):
         self.embedding_multiplier, self.logits_scaling = embedding_multiplier, logits_scaling
         vocab_size, hidden, is_tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
         before = factory.before_layers(is_tied=is_tied)
-        self.embedding = before.embedding(embedding + ".weight", vocab_size, hidden)
+        self.embedding = before.embedding(embedding + ".weight", vocab_size, embedding_width or hidden)
         self.layers = self.make_layers(factory)
         after = factory.after_layers()
         self._eps, self._adds_one, self._hidden, self._final_norm = eps, adds_one, hidden, final_norm
@@ -162,7 +173,8 @@ class Decoder(ABC, Generic[LayerT]):
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
-        x, residual = self.embed(inputs), None
+        x = self.embed(inputs)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, inputs.meta)
         return x if residual is None else residual.add_(x)
@@ -175,3 +187,77 @@ class Decoder(ABC, Generic[LayerT]):
         """Compute logits [R, vocab_size] of hidden [R, hidden_size]. Pass only the rows to sample."""
         logits = self.lm_head.logits(self.norm(hidden))
         return logits if self.logits_scaling == 1.0 else logits / self.logits_scaling
+
+
+class ScoringModel(CausalLM, Protocol):
+    """A model that may classify."""
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores [R, num_labels] of vectors [R, pooled_size], both float32, before any activation."""
+        ...
+
+
+class PooledModel:
+    """A model whose config says that it pools. The head of its labels is computed in float32, as vLLM does, by every
+    tensor-parallel rank as a whole."""
+
+    checkpoint_prefix: ClassVar[str] = ""  # the decoder's counts
+    ignored_tensors: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        spec = config.pooling
+        assert spec is not None
+        self._decoder = decoder = registry.model_class(config.architecture)(config, factory)
+        self._head: torch.Tensor | None = None
+        """float32 [num_labels, pooled_size]"""
+        after = factory.after_layers()
+        if spec.task == "embed":
+            return
+        if spec.label_token_ids:
+            self._head = _rows_of_output_head(decoder, config, after, spec)
+        else:
+            self._head = after.take(SCORE, spec.num_labels, config.pooled_size).float()
+
+    @property
+    def layers(self) -> Sequence[CompilableLayer]:
+        return self._decoder.layers
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        return self._decoder.attention_layers
+
+    @property
+    def state_layers(self) -> Sequence[StateLayer]:
+        """The states of layers that keep any."""
+        layers: Sequence[StateLayer] = getattr(self._decoder, "state_layers", ())
+        return layers
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Compute hidden states; see `CausalLM.forward`."""
+        return self._decoder.forward(inputs)
+
+    def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._decoder.last_hidden_state(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a pooling model has no output head")
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores [R, num_labels] of vectors [R, pooled_size], both float32, before any activation."""
+        assert self._head is not None, "embeddings have no scores"
+        return F.linear(vectors, self._head)
+
+
+def _rows_of_output_head(
+    decoder: CausalLM, config: ModelConfig, factory: LayerFactory, spec: PoolingSpec
+) -> torch.Tensor:
+    """Return the output head's rows of the labels' tokens or, for two answers, their difference."""
+    ids = spec.label_token_ids
+    if config.tie_word_embeddings:
+        embedding = cast(Embedding, decoder.embedding)  # type: ignore[attr-defined]  # of every family
+        rows = embedding(torch.tensor(ids, device=embedding.weight.device))
+    else:
+        shard = Shard(0, tuple(range(id_, id_ + 1) for id_ in ids))
+        rows = factory.weights.take("lm_head.weight", config.vocab_size, config.hidden_size, shard=shard)
+    rows = rows.float()
+    return rows[1:] - rows[:1] if spec.is_two_way else rows

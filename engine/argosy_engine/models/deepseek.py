@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.layer import LatentAttention
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import AttentionMetadata, LatentAttention, RotaryEmbedding
 from argosy_engine.attention.params import LatentAttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear import Linear
 from argosy_engine.layers.mlp import decoder_mlp

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from argosy_engine.attention.layer import Attention, StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import Attention, AttentionMetadata, StateLayer
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.mlp import decoder_mlp
-from argosy_engine.model_configs.lfm2_config import Lfm2Config
+from argosy_engine.model_configs.hybrid_config import Lfm2Config
 from argosy_engine.models.decoder import Decoder, MixerLayer
 from argosy_engine.models.llama import LlamaAttention
-from argosy_engine.quantized_rows import Activations, RowQuantization
+from argosy_engine.quantized_rows import Activations
 
 
 class ConvMixer:
@@ -25,12 +24,9 @@ class ConvMixer:
         own = factory.sharding.part(hidden)
         parts = [range(own.start + start, own.stop + start) for start in (0, hidden, 2 * hidden)]
         self.projection = factory.selected_linear({name: 3 * hidden}, {name: parts}, hidden, bias=bias)
+        self.input_quantization = self.projection.input_quantization
         self.conv = factory.short_conv(prefix + "conv", config.short_conv, has_bias=bias)
         self.output = factory.row_linear(prefix + "out_proj", hidden, hidden, bias=bias)
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.projection.input_quantization
 
     def __call__(self, x: Activations, meta: AttentionMetadata) -> torch.Tensor:
         """Apply the layer to x, [T, hidden_size]; the output has the same shape."""

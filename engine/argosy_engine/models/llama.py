@@ -1,4 +1,5 @@
-"""Llama, and the decoders that differ from it by their configs (`llama_families` lists them).
+"""Llama, and the decoders that differ from it by their configs (`llama_families` lists them); those with LayerNorms:
+Cohere's Command R and Command R7B, StarCoder 2 (arXiv 2402.19173).
 
 The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
 fused (q, k, v; gate, up), so a layer takes four matrix products.
@@ -10,19 +11,23 @@ from typing import Protocol
 
 import torch
 
-from argosy_engine.attention.backend import AttentionWeights, DecoderParts
-from argosy_engine.attention.layer import Attention
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
+from argosy_engine.attention.backend import (
+    Attention,
+    AttentionMetadata,
+    AttentionWeights,
+    DecoderParts,
+    ModelInputs,
+    RotaryEmbedding,
+)
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
+from argosy_engine.layers.embedding import query_scales
 from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.mlp import GatedMLP, decoder_mlp
-from argosy_engine.layers.norms import HeadsNorm, WidthNorm
-from argosy_engine.layers.rope import query_scales
-from argosy_engine.model_configs.llama_config import LlamaConfig
+from argosy_engine.layers.norms import ACTIVATIONS, HeadsNorm, LayerNorm, WidthNorm
+from argosy_engine.model_configs.llama_config import LayerNormConfig, LlamaConfig
 from argosy_engine.models.decoder import MLP, Decoder, Layer
-from argosy_engine.quantized_rows import Activations, RowQuantization
+from argosy_engine.quantized_rows import Activations
 
 
 class LlamaAttention:
@@ -50,6 +55,7 @@ class LlamaAttention:
         self.qkv = factory.qkv_linear(
             [prefix + name for name in names], params, hidden, bias=config.attention_bias, rope=rope
         )
+        self.input_quantization = self.qkv.input_quantization
         self.output = factory.row_linear(
             prefix + output, params.num_heads * dim, hidden, bias=config.output_bias
         )
@@ -72,10 +78,6 @@ class LlamaAttention:
             feeds=self.output,
         )
         self._q_size = self.attention.params.num_heads * dim
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.qkv.input_quantization
 
     def __call__(self, x: Activations, meta: AttentionMetadata) -> torch.Tensor:
         """Attend from x, [T, hidden_size]; the output has the same shape."""
@@ -310,3 +312,87 @@ class Llama(Decoder[LlamaLayer]):
         if self.fused is not None:
             return self.fused(self.embed(inputs), inputs.meta)
         return super().forward(inputs)
+
+
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: LayerNormConfig, factory: LayerFactory, prefix: str) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        assert config.activation is not None
+        self.up = factory.column_linear({prefix + "c_fc": inner}, hidden, bias=bias)
+        self.down = factory.row_linear(prefix + "c_proj", inner, hidden, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `down.sum_ranks` makes the output of, [T, hidden_size]."""
+        return self.down.partial(self.activation(self.up(x)))
+
+
+class LayerNormLayer:
+    """Attention and MLP, each after a LayerNorm or, if `config.is_parallel`, both after the same.
+
+    Ranks add what attention and MLP make of the same norm in one sum.
+    """
+
+    def __init__(
+        self,
+        config: LayerNormConfig,
+        factory: LayerFactory,
+        index: int,
+        params: AttentionParams,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
+        prefix = f"model.layers.{index}."
+        hidden = config.hidden_size
+        self.block = LlamaAttention(config, factory, prefix + "self_attn.", index, params, rotary)
+        self.attention = self.block.attention
+        self.mlp: GatedMLP | PlainMLP
+        if config.activation is None:
+            self.mlp = GatedMLP(
+                factory, prefix + "mlp.", hidden, config.intermediate_size, bias=config.mlp_bias
+            )
+        else:
+            self.mlp = PlainMLP(config, factory, prefix + "mlp.")
+        self.input_norm = _layer_norm(config, factory, prefix + "input_layernorm")
+        self.post_norm = None
+        if not config.is_parallel:
+            self.post_norm = _layer_norm(config, factory, prefix + "post_attention_layernorm")
+
+    def parts(self) -> None:
+        return None
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `decoder.Layer`."""
+        residual = x if residual is None else residual.add_(x)
+        normed = self.input_norm(residual)
+        attended = self.block.attend_partial(self.block.qkv(normed), meta)
+        if self.post_norm is None:
+            out = attended.add_(self.mlp.partial(normed))
+        else:
+            normed = self.post_norm(residual.add_(self.block.output.sum_ranks(attended)))
+            out = self.mlp.partial(normed)
+        return self.mlp.down.sum_ranks(out), residual
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        return []
+
+
+def _layer_norm(config: LayerNormConfig, factory: LayerFactory, name: str) -> LayerNorm:
+    return factory.layer_norm(name, config.hidden_size, config.rms_norm_eps, has_bias=config.has_norm_bias)
+
+
+class LayerNormDecoder(Llama):
+    """See `Decoder`."""
+
+    config: LayerNormConfig
+
+    def make_layer(
+        self, factory: LayerFactory, index: int, params: AttentionParams, rotary: RotaryEmbedding | None
+    ) -> LlamaLayer:
+        return LayerNormLayer(self.config, factory, index, params, rotary)
+
+    def make_norm(self, factory: LayerFactory) -> LayerNorm:
+        return _layer_norm(self.config, factory, "model.norm")

@@ -16,24 +16,22 @@ import torch
 from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
-from argosy_engine.checkpoint.safetensors_header import read_shards
+from argosy_engine.checkpoint.shards import read_shards
 from argosy_engine.checkpoint.stored_tensors import check_further_layers, with_stored_experts
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
-from argosy_engine.distributed.communicator import Communicator
+from argosy_engine.distributed.parallel_state import Communicator
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.experts import TokenExchange
 from argosy_engine.layers.layer_compiler import LayerCompiler
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.quantization import linear_method, planned_linear_method
-from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.model_configs.encoder_config import EncoderConfig
+from argosy_engine.layers.linear_method import linear_method, planned_linear_method
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.sharding import WHOLE, Sharding
-from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage
-from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.model_configs.sharding import WHOLE, WHOLE_MODEL, Sharding, Stage
+from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import without_parts
 from argosy_engine.models import registry
-from argosy_engine.models.pooled_model import PooledModel
+from argosy_engine.models.decoder import PooledModel
 from argosy_engine.models.registry import CausalLM
 
 logger = logging.getLogger("argosy.models")
@@ -226,9 +224,8 @@ def _load_transformers(
         seed: of random weights; None: the checkpoint's.
         communicator: of the ranks that share the layers; None: there is one.
     """
-    from argosy_engine.models.transformers_encoder import TransformersEncoder
-    from argosy_engine.models.transformers_probe import probe, probe_encoder
-    from argosy_engine.models.transformers_weights import load_transformers
+    from argosy_engine.models.transformers_model import TransformersEncoder
+    from argosy_engine.models.transformers_weights import load_transformers, probe, probe_encoder
 
     config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
     if config.quantization is not None:

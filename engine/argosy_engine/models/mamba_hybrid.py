@@ -1,22 +1,24 @@
-"""Decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and Falcon-H1.
+"""Decoders with Mamba-2 layers (arXiv 2405.21060) and attention: Granite 4, Bamba and Falcon-H1, Nemotron-H (arXiv
+2504.03624) and Nemotron 3 (2512.20848).
 
 A Mamba layer keeps a state per request instead of keys and values. Attention and MLPs are Llama's, or Granite's
 mixtures of experts with an MLP that all tokens take besides. In Falcon-H1 each layer has both side by side, with
-factors on what they get and give.
+factors on what they get and give. In Nemotron-H a layer is one block after an RMSNorm: a Mamba-2 layer, attention
+without positions, an MLP with squared ReLUs, or a mixture of such MLPs.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.layer import Attention, StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import Attention, AttentionMetadata, StateLayer
+from argosy_engine.layers.layer_compiler import CompilablePart
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.mlp import GatedMLP, decoder_mlp
-from argosy_engine.model_configs.mamba_config import HybridMultipliers, MambaHybridConfig
+from argosy_engine.layers.mlp import GatedMLP, SquaredReluMLP, decoder_mlp
+from argosy_engine.model_configs.hybrid_config import HybridMultipliers, MambaHybridConfig
 from argosy_engine.models.decoder import MLP, Decoder, MixerLayer
 from argosy_engine.models.llama import LlamaAttention
 from argosy_engine.quantized_rows import Activations, RowQuantization
@@ -42,6 +44,7 @@ class MambaMixer:
         self.projection = factory.selected_linear(
             {name: params.num_inputs}, {name: parts}, hidden, bias=config.mamba_bias
         )
+        self.input_quantization = self.projection.input_quantization
         self.factors: torch.Tensor | None = None
         if set(config.multipliers.mamba_projected) != {1.0}:
             factors = [
@@ -53,10 +56,6 @@ class MambaMixer:
         self.output = factory.row_linear(
             prefix + "out_proj", params.num_values, hidden, bias=config.mamba_output_bias
         )
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.projection.input_quantization
 
     def __call__(self, x: Activations, meta: AttentionMetadata) -> torch.Tensor:
         """Apply the layer to x, [T, hidden_size]; the output has the same shape."""
@@ -91,12 +90,9 @@ class ScaledMLP:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = prefix + "gate_proj", prefix + "up_proj"
         self.gate_up = factory.column_linear(dict.fromkeys(names, inner), hidden, bias=bias)
+        self.input_quantization = self.gate_up.input_quantization
         self.down = factory.row_linear(prefix + "down_proj", inner, hidden, bias=bias)
         self.multipliers = config.multipliers
-
-    @property
-    def input_quantization(self) -> RowQuantization | None:
-        return self.gate_up.input_quantization
 
     def __call__(self, x: Activations, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Map x [T, hidden_size] to its shape."""
@@ -194,3 +190,84 @@ def _part(mixer: HybridMixer, kind: type[PartT]) -> PartT | None:
     """Return what is of this kind in a mixer."""
     parts = (mixer.mamba, mixer.attention) if isinstance(mixer, ParallelMixer) else (mixer,)
     return next((each for each in parts if isinstance(each, kind)), None)
+
+
+class NemotronHLayer:
+    """One block after an RMSNorm.
+
+    Args:
+        prefix: of the layer's tensors.
+    """
+
+    def __init__(
+        self,
+        config: MambaHybridConfig,
+        factory: LayerFactory,
+        prefix: str,
+        block: LlamaAttention | MambaMixer | MLP,
+    ) -> None:
+        self.block = block
+        self.norm = factory.input_norm(prefix + "norm", config.hidden_size, config.rms_norm_eps, feeds=block)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `decoder.Layer`."""
+        if residual is None:
+            residual, normed = x, self.norm(x)
+        else:
+            normed = self.norm.after_adding(x, residual)
+        if isinstance(self.block, (LlamaAttention, MambaMixer)):
+            return self.block(normed, meta), residual
+        return self.block(normed, meta.slot_mapping), residual
+
+    def parts_to_compile(self) -> list[CompilablePart]:
+        return []
+
+
+class NemotronH(Decoder[NemotronHLayer]):
+    """See `Decoder`."""
+
+    checkpoint_prefix: ClassVar[str] = "backbone."
+
+    def __init__(self, config: MambaHybridConfig, factory: LayerFactory) -> None:
+        self.config = config
+        super().__init__(
+            config,
+            factory,
+            config.rms_norm_eps,
+            embedding="backbone.embeddings",
+            final_norm="backbone.norm_f",
+        )
+
+    def make_layers(self, factory: LayerFactory) -> list[NemotronHLayer]:
+        config = self.config
+        attention = dict(zip(config.layers_with_attention, config.attention_layers, strict=True))
+        layers = []
+        for index in factory.own_indices(config.num_hidden_layers):
+            kind = config.layer_types[index]
+            prefix = f"backbone.layers.{index}."
+            block: LlamaAttention | MambaMixer | MLP
+            if kind == "linear_attention":
+                block = MambaMixer(config, factory, prefix + "mixer.")
+            elif kind == "full_attention":
+                block = LlamaAttention(config, factory, prefix + "mixer.", index, attention[index], None)
+            else:
+                block = self._mlp(factory, prefix, index)
+            layers.append(NemotronHLayer(config, factory, prefix, block))
+        return layers
+
+    def _mlp(self, factory: LayerFactory, prefix: str, index: int) -> MLP:
+        config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
+        if config.layer_types[index] == "mlp":
+            return SquaredReluMLP(factory, prefix + "mixer.", hidden, inner, bias=config.mlp_bias)
+        return decoder_mlp(factory, prefix, index, hidden, inner, config.experts, bias=config.mlp_bias)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer.block.attention for layer in self.layers if isinstance(layer.block, LlamaAttention)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The states of each Mamba layer."""
+        return [layer.block.mamba.state for layer in self.layers if isinstance(layer.block, MambaMixer)]

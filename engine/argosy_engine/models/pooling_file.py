@@ -6,16 +6,20 @@ names, config.json, the architecture's name. Design: vLLM's `ModelConfig` and `g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.file_permission import may_not_read
-from argosy_engine.model_configs.model_config import MAX_CONFIG_BYTES, RawConfig, read_json
-from argosy_engine.model_configs.model_use import ModelUse, PoolerConfig
-from argosy_engine.model_configs.pooling_spec import MAX_LABELS, PoolingSpec, PoolingTask, PoolingType
+from argosy_engine.model_configs.model_config import RawConfig, read_json, read_json_value
+from argosy_engine.model_configs.model_use import (
+    MAX_LABELS,
+    ModelUse,
+    PoolerConfig,
+    PoolingSpec,
+    PoolingTask,
+    PoolingType,
+)
 from argosy_engine.models import registry
 
 MODULES = "modules.json"
@@ -156,14 +160,7 @@ def _modules(path: Path, *, reads_pooling: bool) -> _Modules | None:
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
-        entries = json.loads(file.read_bytes())
-    except PermissionError:
-        raise may_not_read(file.parent, file) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
+    entries = read_json_value(file)
     if (
         not isinstance(entries, list)
         or len(entries) > _MAX_MODULES

@@ -12,13 +12,16 @@ from itertools import chain
 
 import torch
 
-from argosy_engine.attention.backend import AttentionWeights
-from argosy_engine.attention.layer import Attention, StateLayer
-from argosy_engine.attention.metadata import AttentionMetadata
+from argosy_engine.attention.backend import (
+    Attention,
+    AttentionMetadata,
+    AttentionWeights,
+    RotaryEmbedding,
+    StateLayer,
+)
 from argosy_engine.attention.params import AttentionParams
-from argosy_engine.attention.rotary import RotaryEmbedding
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.model_configs.qwen3_next_config import Qwen3NextConfig
+from argosy_engine.model_configs.hybrid_config import Qwen3NextConfig
 from argosy_engine.models.decoder import Decoder, MixerLayer
 from argosy_engine.models.llama import make_mlp
 from argosy_engine.quantized_rows import Activations, RowQuantization

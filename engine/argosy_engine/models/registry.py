@@ -11,20 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
-from argosy_engine.model_configs.encoder_config import EncoderConfig, encoder_task
+from argosy_engine.model_configs.llama_families import DIFFERENCES
 from argosy_engine.model_configs.model_config import NotOurs
+from argosy_engine.model_configs.transformers_config import EncoderConfig, encoder_task
 from argosy_engine.model_configs.wrapper_config import NATIVE_WRAPPERS, WRAPPER
 
 if TYPE_CHECKING:
     import torch
 
-    from argosy_engine.attention.layer import AttentionLayer
-    from argosy_engine.attention.metadata import ModelInputs
+    from argosy_engine.attention.backend import AttentionLayer, ModelInputs
     from argosy_engine.layers.layer_compiler import CompilableLayer
     from argosy_engine.layers.layer_factory import LayerFactory
     from argosy_engine.model_configs.model_config import ModelConfig
-    from argosy_engine.model_configs.model_use import ModelImpl
-    from argosy_engine.model_configs.pooling_spec import PoolingTask
+    from argosy_engine.model_configs.model_use import ModelImpl, PoolingTask
 
 
 class CausalLM(Protocol):
@@ -75,29 +74,11 @@ class _Family(NamedTuple):
 
 
 _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:GemmaConfig", "gemma:Gemma")
-_QWEN3_NEXT = "qwen3_next_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
-_LAYER_NORM = "layer_norm_config:LayerNormConfig", "layer_norm_decoder:LayerNormDecoder"
-_LFM2 = "lfm2_config:Lfm2Config", "lfm2:Lfm2"
-_MAMBA = "mamba_config:MambaHybridConfig", "mamba_hybrid:MambaHybrid"
+_QWEN3_NEXT = "hybrid_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
+_LAYER_NORM = "llama_config:LayerNormConfig", "llama:LayerNormDecoder"
+_LFM2 = "hybrid_config:Lfm2Config", "lfm2:Lfm2"
+_MAMBA = "hybrid_config:MambaHybridConfig", "mamba_hybrid:MambaHybrid"
 _NEMOTRON = "NemotronHForCausalLM"
-_LLAMAS = (
-    *(
-        "Dots1",
-        "Ernie4_5",
-        "Ernie4_5_Moe",
-        "Exaone4",
-        "Glm",
-        "Glm4",
-        "Glm4Moe",
-        "GptOss",
-        "Granite",
-        "GraniteMoe",
-        "Helium",
-    ),
-    *("Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2"),
-    *("Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen"),
-)
-"""Decoders of `llama_families`."""
 _DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 """Those of `deepseek_config`."""
 
@@ -107,6 +88,7 @@ def _family(name: str, config: str, model: str) -> _Family:
 
 
 _FAMILIES = {
+    **{name: _family(name.removesuffix("ForCausalLM"), *_LLAMA) for name in DIFFERENCES},
     **{
         f"{name}ForCausalLM": _family(name, "deepseek_config:DeepseekConfig", "deepseek:Deepseek")
         for name in _DEEPSEEKS
@@ -116,14 +98,13 @@ _FAMILIES = {
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
-    "Gemma4ForCausalLM": _family("Gemma4Text", "gemma4_config:Gemma4Config", "gemma4:Gemma4"),
+    "Gemma4ForCausalLM": _family("Gemma4Text", "gemma_config:Gemma4Config", "gemma:Gemma4"),
     "Llama4ForCausalLM": _family("Llama4Text", *_LLAMA),
     "GraniteMoeHybridForCausalLM": _family("GraniteMoeHybrid", *_MAMBA),
     "Lfm2ForCausalLM": _family("Lfm2", *_LFM2),
     "Lfm2MoeForCausalLM": _family("Lfm2Moe", *_LFM2),
-    _NEMOTRON: _family("NemotronH", _MAMBA[0], "nemotron_h:NemotronH"),
-    "OPTForCausalLM": _family("OPT", "opt_config:OPTConfig", "opt:OPT"),
-    **{f"{name}ForCausalLM": _family(name, *_LLAMA) for name in _LLAMAS},
+    _NEMOTRON: _family("NemotronH", _MAMBA[0], "mamba_hybrid:NemotronH"),
+    "OPTForCausalLM": _family("OPT", "gpt2_config:OPTConfig", "gpt2:OPT"),
     **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
     "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),

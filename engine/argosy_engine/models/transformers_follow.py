@@ -2,7 +2,7 @@
 
 Its modules run once on weights that are all one zero, and our attention function notes what it is asked for; so do
 stand-ins for masks, caches and experts. Whatever this engine cannot compute is refused by name here. Then
-`transformers_probe` holds the loaded model against transformers' own attention before a request is served.
+`transformers_weights` holds the loaded model against transformers' own attention before a request is served.
 """
 
 from __future__ import annotations
@@ -24,19 +24,26 @@ from transformers.integrations.moe import ExpertsInterface
 
 from argosy_engine.attention.params import AttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
-from argosy_engine.model_configs.encoder_config import EncoderConfig
-from argosy_engine.model_configs.transformers_config import TransformersConfig
-from argosy_engine.models.transformers_attention import FOLLOWED, AttentionCall, attending, running
+from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
+from argosy_engine.models.transformers_attention import (
+    FOLLOWED,
+    AttentionCall,
+    FollowedStates,
+    attending,
+    cache_argument,
+    cache_parameter,
+    running,
+)
 from argosy_engine.models.transformers_classes import (
+    PlannedRank,
     body_of,
+    divide,
     forbid_other_parts,
     hf_config,
     model_class,
     take_away,
     text_model,
 )
-from argosy_engine.models.transformers_plan import PlannedRank, divide
-from argosy_engine.models.transformers_states import FollowedStates, cache_argument, cache_parameter
 
 logger = logging.getLogger(__name__)
 

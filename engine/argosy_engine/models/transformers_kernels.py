@@ -31,20 +31,15 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from argosy_engine.attention.backend import DecoderParts, FusedDecoder
-from argosy_engine.layers.layer_kernels import TorchLayerKernels
-from argosy_engine.layers.linear_kernels import (
-    LinearKernel,
-    gated_linear_kernel,
-    linear_kernel,
-)
-from argosy_engine.layers.norms import RMSNorm
+from argosy_engine.layers.linear import Linear, gated_linear_of, linear_of
+from argosy_engine.layers.norms import LayerKernels, RMSNorm
 from argosy_engine.models.transformers_attention import (
+    CACHES,
     AttendingLayer,
     RotatingAttention,
     Step,
     running,
 )
-from argosy_engine.models.transformers_states import CACHES
 
 _PLAIN_ATTENTION = LlamaAttention, Qwen2Attention, MistralAttention, Gemma2Attention
 _NORMED_ATTENTION = Qwen3Attention, ApertusAttention
@@ -168,7 +163,7 @@ class KernelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        self.kernel = linear_kernel(linear.weight.detach(), bias)
+        self.kernel = linear_of(linear.weight.detach(), bias)
         self.weight = _no_weight(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +188,7 @@ class _SharedProduct:
             bias = torch.cat(
                 [zeros(each.out_features) if each.bias is None else each.bias.detach() for each in linears]
             )
-        self.kernel = linear_kernel(torch.cat([each.weight.detach() for each in linears]), bias)
+        self.kernel = linear_of(torch.cat([each.weight.detach() for each in linears]), bias)
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor | None] = [None] * len(linears)
         """Of the product with `_input`, what has not been asked for yet."""
@@ -225,7 +220,7 @@ class PartLinear(nn.Module):
         self.weight = _no_weight(linear)
 
     @staticmethod
-    def whole(*parts: Any) -> LinearKernel | None:
+    def whole(*parts: Any) -> Linear | None:
         """Return the kernel whose product is the products of these layers, one after another; None: it has others."""
         if not all(isinstance(each, PartLinear) for each in parts):
             return None
@@ -246,7 +241,7 @@ class KernelMLP(nn.Module):
         gate, up = mlp.gate_proj, mlp.up_proj
         bias = None if gate.bias is None else torch.cat([gate.bias, up.bias]).detach()
         self._in_features = gate.in_features
-        self.gate_up = gated_linear_kernel(torch.cat([gate.weight, up.weight]).detach(), bias)
+        self.gate_up = gated_linear_of(torch.cat([gate.weight, up.weight]).detach(), bias)
         self.down_proj = KernelLinear(mlp.down_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +274,7 @@ def _rms_norm(module: nn.Module, dtype: torch.dtype) -> RMSNorm | None:
     theirs: Any = module
     if theirs.weight.dtype is not dtype or theirs.weight.dim() != 1:
         return None
-    norm = RMSNorm(theirs.weight.detach(), theirs.variance_epsilon, dtype, TorchLayerKernels())
+    norm = RMSNorm(theirs.weight.detach(), theirs.variance_epsilon, dtype, LayerKernels())
     return norm if norm.has_kernel else None
 
 
@@ -299,9 +294,9 @@ class FusedAttention:
         self,
         layer: AttendingLayer,
         dtype: torch.dtype,
-        qkv: LinearKernel,
+        qkv: Linear,
         attention: RotatingAttention,
-        output: LinearKernel,
+        output: Linear,
     ) -> None:
         self.layer, self.qkv, self.attention, self.output = layer, qkv, attention, output
         self._dtype, self.head_dim = dtype, layer.attention.params.head_dim

@@ -14,23 +14,27 @@ call, with its header. Messages to tools that the request does not have belong t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum, auto
 
-from argosy_engine.parsers.argument_readers import ArgumentReader
-from argosy_engine.parsers.markers import Markers
-from argosy_engine.parsers.parsed_output import Parsed, ParsedCall, ParsedCalls
-from argosy_engine.parsers.tool_parsers.openai_tool_parser import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    END,
-    MESSAGE,
-    RETURN,
-    START,
-    OpenAIToolParser,
-    recipient,
+from argosy_engine.parsers.parsed_output import (
+    OBJECT_START,
+    ArgumentReader,
+    CallOpening,
+    JsonArguments,
+    Parsed,
+    ParsedCall,
+    ParsedCalls,
+    is_text,
 )
+from argosy_engine.parsers.scanners import Markers, MarkerScanner, Scanner
+from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser, json_arguments
+from argosy_engine.structured.structural_tag import ToolCallForm
 
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+_FUNCTIONS = "functions."
+_BODY = re.compile(rf"\s{{0,16}}{OBJECT_START}")
 _MAX_HEADER_CHARS = 1024
 _MAX_HEAD_CHARS = 64
 """Characters of a message in which a call's arguments must begin for them to be read as they are written."""
@@ -275,3 +279,49 @@ class HarmonyParser:
         self._begun.add(part)
         self._is_first_text = False
         self._texts[part].append(text)
+
+
+class OpenAIToolParser(ToolParser):
+    """gpt-oss: calls are messages to `functions.NAME`, which `HarmonyParser` reads by this parser."""
+
+    other_markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+    call_form = ToolCallForm(
+        begin=f" to=functions.{{name}}{CHANNEL}commentary {CONSTRAIN}json{MESSAGE}", end="", is_single=True
+    )
+    """The token that ends a call ends the output, too."""
+
+    def scanner(self, start: str) -> Scanner:
+        return MarkerScanner(CALL)
+
+    def parse(self, text: str) -> Sequence[ParsedCall] | None:
+        """Read a message with its header."""
+        body = text.removesuffix(CALL)
+        return self.parse_unclosed(body + "{}" if body.rstrip().endswith(MESSAGE) else body)
+
+    def parse_unclosed(self, text: str) -> Sequence[ParsedCall] | None:
+        header, mark, body = text.partition(MESSAGE)
+        name = self.function(recipient(header))
+        arguments = json_arguments(body)
+        return (ParsedCall(name, arguments),) if mark and name and arguments is not None else None
+
+    def opening(self, text: str) -> CallOpening | None:
+        """Return the call that a message with its header begins."""
+        header, mark, body = text.partition(MESSAGE)
+        name = self.function(recipient(header))
+        found = _BODY.match(body) if mark and name else None
+        return CallOpening(name, len(header) + len(mark) + found.end()) if found and name else None
+
+    def argument_reader(self, opening: CallOpening) -> ArgumentReader:
+        return JsonArguments((END, CALL, RETURN, START, CHANNEL), ((END, CALL, RETURN),))
+
+    def function(self, to: str) -> str | None:
+        """Return the function to which a recipient refers; None if it is no function of the request."""
+        name = to.removeprefix(_FUNCTIONS)
+        is_known = to.startswith(_FUNCTIONS) or name in self._names
+        return name if name and is_known and is_text(name) else None
+
+
+def recipient(header: str) -> str:
+    """Return a message's recipient; empty if it has none."""
+    _, mark, rest = header.partition("to=")
+    return rest.split("<|", 1)[0].split(maxsplit=1)[0] if mark and rest.strip() else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.parsers.reasoning_parsers import (
+from argosy_engine.parsers.chat_parser import (
     CohereCommand3ReasoningParser,
     CohereCommand4ReasoningParser,
     DeepSeekR1ReasoningParser,
@@ -27,34 +27,35 @@ from argosy_engine.parsers.reasoning_parsers import (
     SeedOssReasoningParser,
     SolarOpenReasoningParser,
 )
+from argosy_engine.parsers.harmony_parser import OpenAIToolParser
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
-from argosy_engine.parsers.tool_parsers.deepseek_v3_tool_parser import (
-    DeepSeekV3ToolParser,
-    DeepSeekV4ToolParser,
-    DeepSeekV31ToolParser,
-    DeepSeekV32ToolParser,
-)
-from argosy_engine.parsers.tool_parsers.gemma4_tool_parser import Gemma4ToolParser
-from argosy_engine.parsers.tool_parsers.glm45_tool_parser import Glm45ToolParser
-from argosy_engine.parsers.tool_parsers.hermes_tool_parser import HermesToolParser
-from argosy_engine.parsers.tool_parsers.json_list_tool_parser import (
+from argosy_engine.parsers.tool_parsers.json_tool_parsers import (
     CohereCommandToolParser,
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
     GraniteToolParser,
+    HermesToolParser,
+    KimiK2ToolParser,
+    Llama3JsonToolParser,
+    MistralToolParser,
     NemotronJsonToolParser,
+    SolarOpenToolParser,
 )
-from argosy_engine.parsers.tool_parsers.kimi_k2_tool_parser import KimiK2ToolParser
-from argosy_engine.parsers.tool_parsers.llama3_json_tool_parser import Llama3JsonToolParser
-from argosy_engine.parsers.tool_parsers.minimax_m2_tool_parser import MinimaxM2ToolParser
-from argosy_engine.parsers.tool_parsers.mistral_tool_parser import MistralToolParser
-from argosy_engine.parsers.tool_parsers.openai_tool_parser import OpenAIToolParser
 from argosy_engine.parsers.tool_parsers.pythonic_tool_parser import (
     Lfm2ToolParser,
     Llama4PythonicToolParser,
     Olmo3ToolParser,
     PythonicToolParser,
 )
-from argosy_engine.parsers.tool_parsers.qwen3_coder_tool_parser import Qwen3CoderToolParser, SeedOssToolParser
-from argosy_engine.parsers.tool_parsers.solar_open_tool_parser import SolarOpenToolParser
+from argosy_engine.parsers.tool_parsers.xml_tool_parsers import (
+    DeepSeekV4ToolParser,
+    DeepSeekV32ToolParser,
+    Gemma4ToolParser,
+    Glm45ToolParser,
+    MinimaxM2ToolParser,
+    Qwen3CoderToolParser,
+    SeedOssToolParser,
+)
 
 if TYPE_CHECKING:
     from argosy_engine.config import EngineArgs

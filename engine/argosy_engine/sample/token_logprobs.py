@@ -1,4 +1,4 @@
-"""TokenLogprobs: log probabilities as the sampler sends them to the client. Separate from `logprobs`, because the API
+"""TokenLogprobs: log probabilities as the sampler sends them to the client. Separate from `sampler`, because the API
 process does not import torch."""
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy_engine.attention import WORKSPACE_BYTES
 from argosy_engine.attention.kv_cache_spec import (
     KVCacheGroup,
     attention_groups,
@@ -23,21 +22,23 @@ from argosy_engine.attention.kv_cache_spec import (
     has_states,
     state_bytes,
 )
-from argosy_engine.attention.params import DeltaNetParams, MambaParams
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.attention.params import WORKSPACE_BYTES, DeltaNetParams, MambaParams
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.checkpoint.stored_tensors import EMBEDDINGS, HEAD
-from argosy_engine.config import EngineArgs
-from argosy_engine.device_defaults import memory_utilization
+from argosy_engine.config import EngineArgs, memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import check_quantization
-from argosy_engine.model_configs.sharding import check_tensor_parallel
-from argosy_engine.model_configs.stage import WHOLE_MODEL, Stage, check_pipeline_parallel
+from argosy_engine.model_configs.sharding import (
+    WHOLE_MODEL,
+    Stage,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+)
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
-from argosy_engine.sizing.device import DeviceMemory
-from argosy_engine.sizing.rank_resources import worker_memory
+from argosy_engine.sizing.resources import DeviceMemory, worker_memory
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Estimate of what CUDA, cuBLAS and loaded kernels take besides our tensors, used before they are loaded."""

@@ -1,4 +1,5 @@
 """CompileQueue: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
+QueuedGrammars: bounds the memory of the grammars that requests hold while they wait for a slot.
 
 Each compilation has its own thread, which waits for a backend that can be killed. These rules keep requests with
 grammars from starving each other:
@@ -22,23 +23,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from argosy_engine.structured.round_robin_queue import RoundRobinQueue
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
+
+T = TypeVar("T")
 logger = logging.getLogger("argosy.structured")
 
 DEADLINE_S = 30.0
 """Limit from submission to the answer. Usual schemas take milliseconds to a second, the schema of a large tool
 catalogue with a vocabulary of 150k tokens about ten seconds."""
 PATIENCE = 1.0
-"""Factor of `DEADLINE_S` and of the limits in `grammar_client`, for tests on busy machines."""
+"""Factor of `DEADLINE_S` and of the limits in `grammar_server`, for tests on busy machines."""
 QUANTUM_S = 1.0
 """How long a compilation may keep its slot. Nearly all finish within it."""
 MIN_LONG = 4
@@ -48,6 +50,10 @@ TICK_S = 0.1
 """Precision of deadlines: `tick` does nothing if it is called more often."""
 MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
+MAX_QUEUED_BYTES = 256 << 20
+"""As much as the cache by default. A usual schema takes 10 to 100 KB, so thousands of requests hold theirs."""
+MAX_RESUMED = 32
+"""Maximum number of grammars that are compiled again at the same time, so that they leave room in the compile queue."""
 _MAX_EXPIRED = 256
 EXPIRED_S = 300.0
 """How long a grammar that did not compile in time is refused without another attempt. It is not refused for ever,
@@ -445,3 +451,140 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     _, separator, rest = text.partition(": ")
     return (rest if separator and text.startswith("[") else text)[:500]
+
+
+class RoundRobinQueue(Generic[T]):
+    """Round-robin over keys; first come, first served within a key. An item may be in the queues of several keys."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[T]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def count(self, key: str) -> int:
+        """Return the number of items of a key."""
+        return len(self._queues.get(key, ()))
+
+    def push(self, key: str, item: T) -> None:
+        self._queues.setdefault(key, deque()).append(item)
+        self._size += 1
+
+    def peek(self) -> tuple[str, T] | None:
+        """Return what `pop` would return, without removing it."""
+        if not self._queues:
+            return None
+        key, items = next(iter(self._queues.items()))
+        return key, items[0]
+
+    def pop(self) -> tuple[str, T] | None:
+        """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
+        if not self._queues:
+            return None
+        key, items = next(iter(self._queues.items()))
+        item = items.popleft()
+        self._size -= 1
+        if items:
+            self._queues.move_to_end(key)
+        else:
+            del self._queues[key]
+        return key, item
+
+    def remove(self, key: str, item: T) -> None:
+        """Remove an item from a key's queue.
+
+        Raises:
+            ValueError: the item is not in it.
+        """
+        items = self._queues.get(key, deque[T]())
+        items.remove(item)
+        self._size -= 1
+        if not items:
+            del self._queues[key]
+
+    def clear(self) -> None:
+        self._queues.clear()
+        self._size = 0
+
+
+class QueuedGrammars:
+    """Which waiting requests hold their compiled grammar. Equal grammars count once.
+
+    The cache of compiled grammars is bounded, and slots bound those of running requests. Of the waiting requests, which
+    may be thousands, each with a grammar of its own, those that come first hold theirs, up to `MAX_QUEUED_BYTES` in
+    all. The others keep only the text, and their grammar is compiled again once there is room for it. Tenants take
+    turns at that, and a large grammar is not overtaken by smaller ones.
+
+    Invariant: `num_bytes` is the sum over the different grammars of the requests that hold one.
+    """
+
+    def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._specs: dict[str, GrammarSpec] = {}
+        """Requests that hold a grammar -> grammar."""
+        self._num_holders: Counter[GrammarSpec] = Counter()
+        self._sizes: dict[GrammarSpec, int] = {}
+        self._deferred: dict[str, tuple[str, GrammarSpec, int]] = {}
+        """Requests that hold none -> tenant, grammar and size."""
+        self._turns: RoundRobinQueue[str] = RoundRobinQueue()
+        """The same requests, by tenant."""
+        self._resumed: set[str] = set()
+        """Requests that have their room, and whose grammar is compiled again."""
+
+    def admit(self, request_id: str, key: str, spec: GrammarSpec, num_bytes: int) -> bool:
+        """Whether a request may hold its grammar, which has been compiled. If not, `resume` will return the request.
+
+        Args:
+            key: its tenant.
+        """
+        self._resumed.discard(request_id)
+        if request_id in self._specs:
+            return True
+        if spec not in self._sizes and (self._deferred or not self._has_room(num_bytes)):
+            self._deferred[request_id] = key, spec, num_bytes
+            self._turns.push(key, request_id)
+            return False
+        self._hold(request_id, spec, num_bytes)
+        return True
+
+    def resume(self) -> str | None:
+        """Return a request that may hold its grammar now, whose room is taken from now on; None if there is none."""
+        turn = self._turns.peek()
+        if turn is None or len(self._resumed) >= MAX_RESUMED:
+            return None
+        request_id = turn[1]
+        _, spec, num_bytes = self._deferred[request_id]
+        if spec not in self._sizes and not self._has_room(num_bytes):
+            return None
+        self._turns.pop()
+        del self._deferred[request_id]
+        self._resumed.add(request_id)
+        self._hold(request_id, spec, num_bytes)
+        return request_id
+
+    def release(self, request_id: str) -> None:
+        """Forget a request, which has started or ended. Unknown ids are ignored."""
+        self._resumed.discard(request_id)
+        deferred = self._deferred.pop(request_id, None)
+        if deferred is not None:
+            self._turns.remove(deferred[0], request_id)
+        spec = self._specs.pop(request_id, None)
+        if spec is None:
+            return
+        self._num_holders[spec] -= 1
+        if not self._num_holders[spec]:
+            del self._num_holders[spec]
+            self.num_bytes -= self._sizes.pop(spec)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether a grammar of this size may be held. One alone may be of any size."""
+        return not self._specs or self.num_bytes + num_bytes <= self.max_bytes
+
+    def _hold(self, request_id: str, spec: GrammarSpec, num_bytes: int) -> None:
+        self._specs[request_id] = spec
+        self._num_holders[spec] += 1
+        if spec not in self._sizes:
+            self._sizes[spec] = num_bytes
+            self.num_bytes += num_bytes

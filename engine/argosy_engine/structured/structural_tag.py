@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.grammar_notation import check_notation
-from argosy_engine.structured.grammar_size import (
+from argosy_engine.structured.grammar_checks import (
     NO_REPETITION,
     ONE_ITEM,
     RepetitionSize,
     check_grammar_size,
+    check_notation,
     check_regex,
-    check_tag_size,
     grammar_size,
+    least_json_size,
     repeated,
     sum_sizes,
 )
@@ -30,7 +30,6 @@ from argosy_engine.structured.json_schema import (
     checked_schema,
     relaxed_object_schema,
 )
-from argosy_engine.structured.json_size import least_json_size
 
 MAX_WHITESPACE = 32
 """Limit on consecutive white space between the parts of a JSON value. It is enough to indent eight levels; without a
@@ -87,7 +86,7 @@ def normalized_tag(tag: Any) -> str:
     if not isinstance(tag.get("format"), dict):
         raise InvalidRequest("a structural tag needs a format")
     normalized = _normalized(tag["format"], 0, CheckBudget())
-    check_tag_size(_size(normalized))
+    check_grammar_size(_size(normalized))
     return _encoded(normalized, MAX_TAG_BYTES)
 
 

@@ -15,14 +15,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.structured.grammar_notation import check_notation
-from argosy_engine.structured.grammar_size import (
+from argosy_engine.structured.grammar_checks import (
     check_grammar_size,
+    check_notation,
     check_regex,
     grammar_size,
+    least_json_size,
 )
 from argosy_engine.structured.json_schema import normalized_schema
-from argosy_engine.structured.json_size import least_json_size
 from argosy_engine.structured.structural_tag import normalized_tag
 
 MAX_TEXT_BYTES = 128 * 1024

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
 from argosy_engine.triton_kernels.launch import launch
-from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
+from argosy_engine.triton_kernels.short_conv import block_after, keep_inputs, tokens_of
 
 _COLUMNS = 8
 """Columns of a state per program of `delta_rule`: with 128 rows 32 elements per thread of one warp."""
@@ -391,9 +391,9 @@ def gated_delta_net(
         norm: float32 [value_dim]; eps: of this norm.
         conv_states: [num_states, kernel_size - 1, num_channels], in qkvz's dtype, contiguous.
         states: float32 [num_states, num_value_heads, key_dim, value_dim], contiguous.
-        requests: `state_steps.requests_of_tokens`; None: each request has one token, or is padding behind those that
+        requests: `short_conv.requests_of_tokens`; None: each request has one token, or is padding behind those that
             have.
-        chunks: `state_steps.chunks_of_prompts` of CHUNK_SIZE, on the device; None: there are no prompts, or all
+        chunks: `short_conv.chunks_of_prompts` of CHUNK_SIZE, on the device; None: there are no prompts, or all
             tokens are computed one by one.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.

@@ -1,7 +1,7 @@
 """A Mamba-2 layer (arXiv 2405.21060) between its projections, over states in blocks.
 
     mamba_inputs    convolution over the tokens before, silu; step size of each head; of decodes the last inputs, too
-    keep_inputs     where there are prompts, the last inputs of the convolution (`state_steps`)
+    keep_inputs     where there are prompts, the last inputs of the convolution (`short_conv`)
     state_update    of decodes the states, and what C reads from them
     chunk_scores    of prompts C times B within each chunk of tokens, which the heads of a group share
     scan_chunks     of prompts the states, chunk by chunk, and what C reads from them
@@ -28,7 +28,7 @@ import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
 from argosy_engine.triton_kernels.launch import launch
-from argosy_engine.triton_kernels.state_steps import block_after, keep_inputs, tokens_of
+from argosy_engine.triton_kernels.short_conv import block_after, keep_inputs, tokens_of
 
 _CHANNELS = 512
 """Channels per program of `mamba_inputs`."""
@@ -384,9 +384,9 @@ def mamba(
         norm: float32 [num_values]; eps: of this norm.
         conv_states: [num_states, kernel_size - 1, num_channels], in zxbcdt's dtype, contiguous.
         states: float32 [num_states, num_heads, state_size, head_dim], contiguous.
-        requests: `state_steps.requests_of_tokens`; None: each request has one token, or is padding behind those that
+        requests: `short_conv.requests_of_tokens`; None: each request has one token, or is padding behind those that
             have.
-        chunks: `state_steps.chunks_of_prompts` of CHUNK_SIZE, on the device; None exactly if `requests` is.
+        chunks: `short_conv.chunks_of_prompts` of CHUNK_SIZE, on the device; None exactly if `requests` is.
         starts: int32 [R + 1], index of each request's first token.
         lens: int32 [R], each request's number of tokens after the step.
         block_table: int32 [R, max_blocks], blocks of states; rows may be strided.

@@ -11,6 +11,10 @@ is split.
    Usually they are few. If there are more than the buffer holds, the search goes over the whole row instead: slower,
    with the same result.
 3. `find_cut`, part of the kernel that draws, searches the candidates' ordered keys for the cut.
+
+A key is a float32's bits, as an int32 that compares as the floats do, so that searches and maxima over logits are
+exact. A packed key is an int64 of a key and a token id; the greatest one is that of the highest value, and among equal
+values that of the lowest id. Integers have one maximum whatever the order in which a device compares them.
 """
 
 from __future__ import annotations
@@ -18,7 +22,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.ordered_keys import float_of_key, load_logits, order_key, unpack
+NO_KEY = tl.constexpr(-(1 << 63))
+"""Below every packed key."""
+LOWEST_KEY = tl.constexpr(-2139095040)
+"""Key of the lowest finite float32."""
+
+
+@triton.jit
+def load_logits(row_ptr, ids, vocab_size):
+    """Load logits as float32, minus infinity for NaN and beyond the vocabulary."""
+    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def order_key(x):
+    """Return the int32 keys of float32 numbers. Both zeros have the same key."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def float_of_key(key):
+    """Return the float32 numbers of int32 keys."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(x, ids):
+    """Return the packed keys of float32 values and int32 token ids."""
+    return (order_key(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def unpack(packed):
+    """Return the values and token ids of packed keys."""
+    ids = 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+    return float_of_key((packed >> 32).to(tl.int32)), ids
+
 
 NUM_REACHES = 8
 NUM_PIVOTS = 4
@@ -31,7 +72,7 @@ MAX_VOCAB_SIZE = 1 << 22
 MASS_UNITS = tl.constexpr(float(1 << 40))
 """Weights below 2^-40 have no mass; those of all tokens of a large vocabulary are 1e-7 of the best token's."""
 _ENOUGH = tl.constexpr(1 - 1e-6)
-"""Factor on top-p's limit: tolerates a mass that falls short by rounding (`sample/topk_topp_sampler.py`)."""
+"""Factor on top-p's limit: tolerates a mass that falls short by rounding (`sample/torch_sampler.py`)."""
 
 
 @triton.jit

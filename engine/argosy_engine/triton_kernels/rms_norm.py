@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
+from argosy_engine.triton_kernels.activations import row_scale, to_fp8
 from argosy_engine.triton_kernels.launch import launch
 
 MAX_WIDTH = 16384

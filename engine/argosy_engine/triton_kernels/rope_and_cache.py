@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.device_traits import device_traits
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import device_traits, launch
 
 _FEW_ELEMENTS = 1024
 """Elements per program of a small batch: 8 per thread of 4 warps, one 16-byte load in a 16-bit dtype."""

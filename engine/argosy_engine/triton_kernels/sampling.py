@@ -1,17 +1,21 @@
 """Sampling on the device: temperature, top-k, top-p, min-p and the draw, in at most four launches.
 
 A row's token depends only on its own logits, parameters, seed and position, never on other rows, on padding or on how
-the vocabulary is split among programs. Greedy rows take the best token, the lowest id among ties. The others run the
-race of `token_noise` among the tokens that are kept (`nucleus`). NaN counts as minus infinity; a row whose best logit
-is infinite is greedy.
+the vocabulary is split among programs. Greedy rows take the best token, the lowest id among ties. The others run a race
+among the tokens that are kept (`nucleus`). NaN counts as minus infinity; a row whose best logit is infinite is greedy.
 
 1. `_scan_logits` finds each part's best token and, for rows without limits, its winner. With no limit in the batch, the
    logits are read once.
 2. and 3. `nucleus` measures the distances and collects the candidates of the rows with limits.
 4. `_draw_tokens` finds the cuts, runs the race among the candidates, and writes the tokens.
 
-The distribution is that of `sample/topk_topp_sampler.py`, but the tokens of a seed are not. The noise has the
-resolution of a float32 of the magnitude of logit / temperature (2^-18 at 64) in rows without limits.
+The race is the exponential one, equivalent to the Gumbel-max trick: each token has an exponential variate, a pure
+function of (seed, position, token id), and the token with the least quotient of variate and probability has the
+probabilities' distribution. So a draw needs no cumulative sum and no order: each part of the vocabulary finds its
+winner, and the best winner wins. The numbers come from Philox-4x32-10 (Salmon et al. 2011, "Parallel Random Numbers:
+As Easy as 1, 2, 3") with the seed as key. They are not the CPU's (`sample/torch_sampler.py`): the distribution is the
+same, the tokens of a seed are not. The noise has the resolution of a float32 of the magnitude of logit / temperature
+(2^-18 at 64) in rows without limits.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.device_traits import device_traits
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import device_traits, launch
 from argosy_engine.triton_kernels.nucleus import (
     MAX_CANDIDATES,
     MAX_VOCAB_SIZE,
@@ -35,13 +38,55 @@ from argosy_engine.triton_kernels.nucleus import (
     best_of_row,
     choose_reach,
     find_cut,
+    float_of_key,
     has_choice,
     inverse_of,
     is_cut_by,
     load_candidates,
+    load_logits,
+    order_key,
+    pack,
+    unpack,
 )
-from argosy_engine.triton_kernels.ordered_keys import float_of_key, load_logits, order_key, pack, unpack
-from argosy_engine.triton_kernels.token_noise import PAIR, exponential, exponential_pair
+
+PAIR = tl.constexpr(512)
+"""Distance of the two tokens that share one call of Philox."""
+
+
+@triton.jit
+def exponential_pair(seed, position, first_ids):
+    """Return the variates of the tokens `first_ids` and of `first_ids` + PAIR, where `first_ids` // PAIR is even.
+
+    Args:
+        seed: int64.
+        position: int64, index in its sequence of the token to draw; its lower 32 bits count.
+        first_ids: int32 block.
+    """
+    zero = first_ids * 0
+    counter = (first_ids // (2 * PAIR)) * PAIR + first_ids % PAIR
+    a, b, c, d = tl.philox(seed, counter, zero + position.to(tl.int32), zero, zero)
+    return _exponential(a, b), _exponential(c, d)
+
+
+@triton.jit
+def exponential(seed, position, ids):
+    """Return the variates of any tokens [N]."""
+    is_second = (ids // PAIR) % 2 == 1
+    first, second = exponential_pair(seed, position, tl.where(is_second, ids - PAIR, ids))
+    return tl.where(is_second, second, first)
+
+
+@triton.jit
+def _exponential(high, low):
+    """Return -log(1 - v) of a uniform v in (0, 1), from 64 random bits.
+
+    The winner of a race has a small variate, so v keeps its full precision near 0, where the logarithm is a series.
+    """
+    v = high.to(tl.float32) * (2.0**-32) + (low.to(tl.float32) + 1.0) * (2.0**-64)
+    v = tl.minimum(v, 1.0 - 2.0**-24)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
+    return tl.where(v < 2.0**-6, series, -tl.log(1.0 - v))
+
 
 _MAX_SPLITS = 256
 _FEW_SPLITS = 16
@@ -98,7 +143,7 @@ def sample_tokens(
     Args:
         logits: [R, vocab_size], bfloat16, float16 or float32; rows may be apart, a row is contiguous.
         has_limits: whether any row may use top-k, top-p or min-p. If false, these are ignored.
-        token_counts: int32 [E, vocab_size] of `penalty_counts`, in which the drawn tokens are counted.
+        token_counts: int32 [E, vocab_size] of `process_logits`, in which the drawn tokens are counted.
         count_entries: int32 [R], each row's entry in `token_counts`; -1: not counted.
         cuts: receives what each row keeps; needs `has_limits`.
         out: int64 [R], receives the tokens.

@@ -19,9 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.fp8_rows import row_scale, to_fp8
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.activations import row_scale, to_fp8
+from argosy_engine.triton_kernels.launch import DeviceTraits, launch
 
 MAX_SEGMENTS = 32
 _PROGRAMS_PER_SM = 3

@@ -1,8 +1,10 @@
-"""Log probabilities of drawn tokens, their ranks, and the best alternatives, in two launches and without a sort.
+"""Log probabilities of drawn tokens, their ranks, and the best alternatives, in two launches and without a sort; for
+`--logprobs-mode processed_logprobs` and `processed_logits` of the logits that tokens are drawn from, which take one
+more.
 
-Every tile of 4096 tokens yields its share of the sum of exponentials, of the rank, and its own best tokens, each
-found as a maximum after the ones before it. The second kernel merges the tiles. A tile does not depend on the batch, so
-the results of a row do not either.
+Every tile of 4096 tokens yields its share of the sum of exponentials, of the rank, and its own best tokens, each found
+as a maximum after the ones before it. The second kernel merges the tiles. A tile does not depend on the batch, so the
+results of a row do not either.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.launch import launch
-from argosy_engine.triton_kernels.ordered_keys import load_logits, pack, unpack
+from argosy_engine.triton_kernels.nucleus import inverse_of, load_logits, pack, unpack
+from argosy_engine.triton_kernels.sampling import Cuts, DeviceSamplingBatch
 
 MAX_TOP_LOGPROBS = 128
 """Alternatives per token that the kernels find; each takes one more pass over registers."""
@@ -23,7 +26,7 @@ _TILE = 4096
 
 
 class DeviceLogprobs(NamedTuple):
-    """Scores of N tokens with k alternatives each, as `sample/logprobs.py` reports them."""
+    """Scores of N tokens with k alternatives each, as `sample/sampler.py` reports them."""
 
     token_ids: torch.Tensor
     """int64 [N, 1 + k]: the token itself, then the best in descending order, ties by id."""
@@ -198,3 +201,62 @@ def _score(x, base, log_total, IS_NORMALIZED: tl.constexpr):
     if IS_NORMALIZED:
         x = (x - base) - log_total
     return x
+
+
+_CUT_BLOCK = 4096
+
+
+def cut_logits(
+    logits: torch.Tensor, batch: DeviceSamplingBatch, cuts: Cuts, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return float32 logits [R, vocab_size] over the temperature, minus infinity where a limit drops the token.
+
+    Rows of temperature 0 are not scaled; padding is not written. Takes one launch.
+
+    Args:
+        logits: [R, vocab_size], as given to `sample_tokens`.
+        cuts: what `sample_tokens` kept.
+        out: receives the result; may be the logits themselves.
+    """
+    num_rows, vocab_size = logits.shape
+    if out is None:
+        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    launch(
+        _cut_logits,
+        (num_rows, triton.cdiv(vocab_size, _CUT_BLOCK)),
+        logits_ptr=logits,
+        out_ptr=out,
+        temperature_ptr=batch.temperature,
+        positions_ptr=batch.positions,
+        cut_logits_ptr=cuts.logits,
+        cut_ids_ptr=cuts.token_ids,
+        vocab_size=vocab_size,
+        row_stride=logits.stride(0),
+        out_stride=out.stride(0),
+        BLOCK=_CUT_BLOCK,
+    )
+    return out
+
+
+@triton.jit
+def _cut_logits(
+    logits_ptr,
+    out_ptr,
+    temperature_ptr,
+    positions_ptr,
+    cut_logits_ptr,
+    cut_ids_ptr,
+    vocab_size,
+    row_stride,
+    out_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(positions_ptr + row) < 0:
+        return
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
+    cut = tl.load(cut_logits_ptr + row)
+    is_kept = (x > cut) | ((x == cut) & (ids <= tl.load(cut_ids_ptr + row)))
+    x = tl.where(is_kept, x * inverse_of(tl.load(temperature_ptr + row)), float("-inf"))
+    tl.store(out_ptr + row * out_stride + ids, x, mask=ids < vocab_size)

@@ -21,13 +21,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from argosy_engine.compilation_config import capture_sizes
-from argosy_engine.config import EngineArgs
+from argosy_engine.config import EngineArgs, capture_sizes
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
 from argosy_engine.worker.device_inputs import DeviceInputs
-from argosy_engine.worker.step_arrays import StepArrays, empty_step
-from argosy_engine.worker.step_inputs import StepTensors
+from argosy_engine.worker.input_batch import StepArrays, StepTensors, empty_step
 
 logger = logging.getLogger(__name__)
 

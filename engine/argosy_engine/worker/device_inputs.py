@@ -15,12 +15,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from argosy_engine.attention.metadata import AttentionMetadata, ModelInputs
-from argosy_engine.worker.device_runtime import DeviceRuntime
-from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.staging_buffer import StagingBuffer, padded_bytes
-from argosy_engine.worker.step_arrays import Ints, StepArrays
-from argosy_engine.worker.step_inputs import StepTensors, with_groups
+from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
+from argosy_engine.worker.device_runtime import DeviceRuntime, StagingBuffer, padded_bytes
+from argosy_engine.worker.input_batch import InputBatch, Ints, StepArrays, StepTensors, with_groups
 
 _MAX_UPDATES = 1 << 16
 """Entries of block tables that travel with a step. More (many long prompts found in the prefix cache) go before it in

@@ -1,15 +1,23 @@
-"""InputBatch: the worker's state of the requests it runs, in fixed slots of preallocated arrays.
+"""InputBatch: the worker's state of the requests it runs, and what a step makes of it: numpy arrays, then tensors.
 
-A step only touches the rows of requests that changed, and its inputs are built by numpy indexing, without a Python loop
-over tokens. Design: vLLM V1's `gpu_input_batch` without row swapping: rows are slots, and a step gathers its own.
+The state is in fixed slots of preallocated arrays. A step only touches the rows of requests that changed, and its
+inputs are built by numpy indexing, without a Python loop over tokens (`StepArrays`, the same for every device). Where
+device and host work at the same time, `device_inputs` makes the tensors instead of `HostInputs`. Design: vLLM V1's
+`gpu_input_batch` without row swapping: rows are slots, and a step gathers its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from argosy_engine.messages.scheduler_output import BlockIds, NewRequest
+from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
+from argosy_engine.messages import BlockIds, NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions, make_sampler
 
 
@@ -116,3 +124,220 @@ class InputBatch:
                 self.num_pairs -= 1
             self.sampler.remove(slot)
         return slot
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepArrays:
+    """A batch flattened to T tokens of R requests, decodes (one new token) first, because attention backends handle
+    them together.
+    """
+
+    request_ids: list[str]
+    """[R]"""
+    num_decodes: int
+    slots: Ints
+    """[R]"""
+    query_lens: Ints
+    """[R]: tokens to compute."""
+    computed: Ints
+    """[R]: tokens computed by earlier steps."""
+    seq_lens: Ints
+    """[R]: computed + query_lens."""
+    ends: Ints
+    """[R]: index after each request's last token in the flattened batch."""
+    token_slots: Ints
+    """[T]: slot of each token's request."""
+    positions: Ints
+    """[T]: each token's position in its sequence."""
+    late: Ints
+    """[L]: indices in [0, T) of tokens that a step in flight has sampled, so that the host does not know them."""
+    late_slots: Ints
+    """[L]: slots of their requests."""
+    sampled: SampledRows
+    """The requests that sample a token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledRows:
+    """The S requests that reach the end of their known tokens and sample the next one."""
+
+    rows: list[int]
+    """[S]: their indices among the R requests."""
+    slots: Ints
+    """[S]"""
+    positions: Ints
+    """[S]: position in its sequence of the first token that each samples."""
+    tokens: Ints
+    """Indices in [0, T) whose logits are needed: for each request, one for its last known token and one for each of
+    its drafts."""
+    drafts: list[list[int]]
+    """[S]: draft tokens; empty if no request of the step has any."""
+
+
+def flatten_step(batch: InputBatch, step: SchedulerOutput, in_flight: NDArray[np.bool_] | None) -> StepArrays:
+    """Flatten a step that computes at least one token.
+
+    Args:
+        in_flight: bool [num_slots], slots whose last known token is not on the host yet; None: there are none.
+    """
+    # sorted() is stable, so that the rest keeps the scheduler's order.
+    scheduled = sorted(step.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
+    count = len(scheduled)
+    request_ids = [request_id for request_id, _ in scheduled]
+    slots = np.fromiter((batch.slot_of[request_id] for request_id in request_ids), np.int64, count)
+    query_lens = np.fromiter((tokens for _, tokens in scheduled), np.int64, count)
+    computed = batch.num_computed[slots]
+    seq_lens, ends = computed + query_lens, np.cumsum(query_lens)
+    num_decodes = int((query_lens == 1).sum())
+    token_slots, positions = slots, computed
+    if num_decodes < count:
+        token_slots = np.repeat(slots, query_lens)
+        positions = np.arange(len(token_slots)) + np.repeat(seq_lens - ends, query_lens)
+    late = late_slots = _NONE
+    if in_flight is not None:
+        is_late = in_flight[slots]
+        late, late_slots = ends[is_late] - 1, slots[is_late]
+    return StepArrays(
+        request_ids=request_ids,
+        num_decodes=num_decodes,
+        slots=slots,
+        query_lens=query_lens,
+        computed=computed,
+        seq_lens=seq_lens,
+        ends=ends,
+        token_slots=token_slots,
+        positions=positions,
+        late=late,
+        late_slots=late_slots,
+        sampled=_sampled_rows(batch, step, request_ids, slots, seq_lens, ends),
+    )
+
+
+_NONE = np.empty(0, np.int64)
+NO_ROWS = SampledRows(rows=[], slots=_NONE, positions=_NONE, tokens=_NONE, drafts=[])
+
+
+def _sampled_rows(
+    batch: InputBatch, step: SchedulerOutput, request_ids: list[str], slots: Ints, seq_lens: Ints, ends: Ints
+) -> SampledRows:
+    is_sampled = seq_lens >= batch.num_tokens[slots]
+    rows = np.flatnonzero(is_sampled).tolist()
+    tokens, positions = ends[is_sampled] - 1, seq_lens[is_sampled]
+    drafts: list[list[int]] = []
+    if step.scheduled_spec_token_ids and rows:
+        drafts = [step.scheduled_spec_token_ids.get(request_ids[row], []) for row in rows]
+        counts = np.array([len(each) for each in drafts])
+        positions = positions - counts
+        tokens = np.concatenate(
+            [np.arange(last - count, last + 1) for last, count in zip(tokens, counts, strict=True)]
+        )
+    return SampledRows(rows=rows, slots=slots[is_sampled], positions=positions, tokens=tokens, drafts=drafts)
+
+
+def empty_step() -> StepArrays:
+    """Return a step without requests, which padding makes a step of any size."""
+    return StepArrays(
+        request_ids=[],
+        num_decodes=0,
+        slots=_NONE,
+        query_lens=_NONE,
+        computed=_NONE,
+        seq_lens=_NONE,
+        ends=_NONE,
+        token_slots=_NONE,
+        positions=_NONE,
+        late=_NONE,
+        late_slots=_NONE,
+        sampled=NO_ROWS,
+    )
+
+
+class StepTensors(NamedTuple):
+    """What forward pass and sampling of a step read."""
+
+    inputs: ModelInputs
+    sampled_tokens: torch.Tensor | None
+    """int64, `SampledRows.tokens`. None: the logits of all tokens are needed (but not of padding), or of none."""
+    staged_rows: torch.Tensor | None = None
+    """int32, what the sampler staged for the rows that sample (`Sampler.stage`); None: it copies that itself."""
+
+
+class StepInputs(Protocol):
+    """Makes the tensors of steps, one step after another, and keeps the tokens that a step hands to the next one."""
+
+    def tensors(self, step: StepArrays) -> StepTensors:
+        """Return the tensors of a step. They are valid until the next call."""
+        ...
+
+    def keep(self, slots: Ints, token_ids: torch.Tensor) -> None:
+        """Keep the tokens that the last step has sampled, as the input of steps launched before the host knows them.
+
+        Args:
+            slots: [S], the last step's `SampledRows.slots`.
+            token_ids: int64 [S], on the device.
+        """
+        ...
+
+
+class HostInputs:
+    """Inputs on a CPU: tensors share the memory of numpy arrays."""
+
+    def __init__(self, batch: InputBatch, block_size: int) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self._last_tokens = np.zeros(batch.num_slots, np.int64)
+
+    def tensors(self, step: StepArrays) -> StepTensors:
+        batch, block_size = self._batch, self._block_size
+        token_ids = batch.token_ids[step.token_slots, step.positions].astype(np.int64)
+        if len(step.late):
+            token_ids[step.late] = self._last_tokens[step.late_slots]
+        block_of, offsets = np.divmod(step.positions, block_size)
+        max_blocks = int(-(-step.seq_lens.max() // block_size))
+        starts = np.zeros(len(step.slots) + 1, np.int32)
+        starts[1:] = step.ends
+        lens = step.seq_lens.astype(np.int32)
+        query_start_loc, seq_lens = torch.from_numpy(starts), torch.from_numpy(lens)
+        positions = torch.from_numpy(step.positions)
+        metas = [
+            AttentionMetadata(
+                num_decodes=step.num_decodes,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                positions=positions,
+                slot_mapping=torch.from_numpy(
+                    tables[step.token_slots, block_of].astype(np.int64) * block_size + offsets
+                ),
+                block_table=torch.from_numpy(tables[step.slots, :max_blocks]),
+                query_start_loc_cpu=starts,
+                seq_lens_cpu=lens,
+            )
+            for tables in batch.block_tables
+        ]
+        wanted = step.sampled.tokens
+        has_subset = 0 < len(wanted) < step.num_tokens
+        types = batch.token_types(step.token_slots, step.positions)
+        return StepTensors(
+            ModelInputs(
+                token_ids=torch.from_numpy(token_ids),
+                positions=positions,
+                meta=with_groups(metas),
+                token_types=None if types is None else torch.from_numpy(types),
+            ),
+            torch.from_numpy(wanted) if has_subset else None,
+        )
+
+    def keep(self, slots: Ints, token_ids: torch.Tensor) -> None:
+        self._last_tokens[slots] = token_ids.numpy()
+
+
+def with_groups(metas: Sequence[AttentionMetadata]) -> AttentionMetadata:
+    """Return the metadata of a step from that of its KV cache groups."""
+    return metas[0] if len(metas) == 1 else replace(metas[0], groups=tuple(metas))

@@ -1,36 +1,282 @@
 """ModelRunner: turns a SchedulerOutput into tensors, runs the forward pass and samples.
 
 It allocates the KV cache, which the model's layers hold, and owns the input batch. On the host a step becomes numpy
-arrays (`step_arrays`), whatever the device; `step_inputs` makes tensors of them on a CPU, `device_inputs` on a GPU.
+arrays, whatever the device, and then tensors (`input_batch` on a CPU, `device_inputs` on a GPU). A model may be one
+stage of several (`Pipeline`), and a request may ask for vectors instead of tokens (`Pooler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from argosy_engine.attention.kv_cache_spec import KVCacheGroup
+from argosy_engine.attention.backend import Attention, ModelInputs, StateLayer
+from argosy_engine.attention.kv_cache_spec import (
+    KVCacheGroup,
+    attention_groups,
+    block_bytes,
+    group_layers,
+)
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import SchedulerOutput
+from argosy_engine.distributed.parallel_state import Communicator
+from argosy_engine.layers.experts import TokenExchange
+from argosy_engine.messages import ModelRunnerOutput, SchedulerOutput
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.model_use import PoolingSpec
+from argosy_engine.models.decoder import ScoringModel
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.sample.logprobs import score_prompt
-from argosy_engine.sample.sampler import SamplerOptions
+from argosy_engine.native.library import allocate
+from argosy_engine.params import PoolingParams
+from argosy_engine.sample.sampler import SamplerOptions, score_prompt
 from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
-from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime
-from argosy_engine.worker.host_copies import HostCopies
-from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.kv_cache import bind_kv_cache, layer_groups
+from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime, HostCopies
+from argosy_engine.worker.input_batch import (
+    HostInputs,
+    InputBatch,
+    StepArrays,
+    StepInputs,
+    StepTensors,
+    empty_step,
+    flatten_step,
+)
 from argosy_engine.worker.pending_step import PendingStep, PendingSteps
-from argosy_engine.worker.pipeline import Pipeline
-from argosy_engine.worker.pooler import Pooler
-from argosy_engine.worker.step_arrays import StepArrays, empty_step, flatten_step
-from argosy_engine.worker.step_inputs import HostInputs, StepInputs, StepTensors
+
+
+class Pipeline:
+    """Runs one stage of a model. Every stage is given the same steps in the same order.
+
+    It passes hidden states from the stage before to this one, and on to the stage after. What arrives is written to one
+    buffer, so that a CUDA graph of a stage's layers finds it where it was captured. The exchange is no part of a graph.
+
+    Args:
+        model: the layers of this stage.
+        communicator: of the ranks that hold the stages, in their order.
+        hidden_size: width of the states that stages exchange, in the model's dtype.
+        max_num_tokens: most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        communicator: Communicator,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_tokens: int,
+    ) -> None:
+        self._model = model
+        self._communicator = communicator
+        self.is_last = communicator.rank == communicator.size - 1
+        """Whether this stage samples."""
+        self._received: torch.Tensor | None = None
+        """[max_num_tokens, hidden_size], changed by the layers. Rows of padding keep what was there, from zeros on."""
+        if communicator.rank:
+            self._received = torch.zeros(max_num_tokens, hidden_size, dtype=dtype, device=device)
+
+    def receive(self, num_tokens: int) -> None:
+        """Receive what the stage before has computed of a step of `num_tokens`."""
+        if self._received is not None:
+            self._communicator.receive(self._received[:num_tokens], self._communicator.rank - 1)
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Compute the stage's hidden states [T, hidden_size] from what it has received, valid until the next `receive`.
+
+        Argument: `CausalLM.forward`.
+        """
+        if self._received is not None:
+            inputs = replace(inputs, hidden=self._received[: len(inputs.token_ids)])
+        return self._model.forward(inputs)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Send hidden states [T, hidden_size] to the stage after, if there is one."""
+        if not self.is_last:
+            self._communicator.send(hidden, self._communicator.rank + 1)
+
+
+def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """Group the model's layers by what each says that it keeps."""
+    attention = [layer.kv_cache_spec(block_size) for layer in model.attention_layers]
+    return group_layers([*attention, *(layer.kv_cache_spec() for layer in state_layers(model))])
+
+
+def state_layers(model: CausalLM) -> Sequence[StateLayer]:
+    """Return the layers that keep a state per request; most models have none."""
+    layers: Sequence[StateLayer] = getattr(model, "state_layers", ())
+    return layers
+
+
+def bind_kv_cache(
+    model: CausalLM,
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    num_states: int = 0,
+) -> None:
+    """Allocate the pool and give each layer its view of it, in the shape that it asks for (`kv_cache_shape`).
+
+    The i-th layers of all groups view the same bytes, because a block belongs to one group at a time. If groups differ
+    in the size of a page, a block's bytes are in one place, and the layers' views are strided. On a CPU the memory is
+    not committed until it is used. Layers with states get tensors of their own, for `num_states` blocks.
+    """
+    for state in state_layers(model):
+        shapes = [((num_states, *shape), dtype) for shape, dtype in state.tensors]
+        state.bind([_zeros(*each, device) for each in shapes], block_size, len(groups) - 1)
+    attention = attention_groups(groups)
+    if not any(group.layers for group in attention):
+        return
+    layers = model.attention_layers
+    page_bytes, *others = {group.spec.page_bytes for group in attention}
+    if others:
+        storage = _zeros((num_blocks, block_bytes(attention)), torch.uint8, device)
+        for index, group in enumerate(attention):
+            for place, layer in enumerate(layers[each] for each in group.layers):
+                pages = storage[:, place * group.spec.page_bytes : (place + 1) * group.spec.page_bytes]
+                _, *shape = layer.kv_cache_shape(num_blocks, block_size)
+                assert isinstance(layer, Attention)
+                view = pages.view(layer.kv_cache_dtype).unflatten(1, (2, *shape[1:]))
+                layer.bind(view.transpose(0, 1), index)
+        return
+    whole = max(len(group.layers) for group in attention), num_blocks * page_bytes
+    storage = _zeros(whole, torch.uint8, device)
+    for index, group in enumerate(attention):
+        for pages, layer in zip(storage, (layers[each] for each in group.layers), strict=False):
+            view = pages.view(layer.kv_cache_dtype).view(layer.kv_cache_shape(num_blocks, block_size))
+            layer.bind(view, index)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return allocate(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+_OF_GENERATING = PoolingSpec()
+
+
+class Pooler:
+    """Pools the hidden states of a prompt into one vector, or one for each token.
+
+    A prompt may be computed in chunks, so the pooler keeps what it needs of earlier ones between steps, in float32: the
+    sum of the states for their mean, the first state, or all of them.
+
+    Args:
+        spec: how the model pools; None: it generates, and may be asked for vectors as well.
+    """
+
+    def __init__(self, model: CausalLM, spec: PoolingSpec | None = None) -> None:
+        self._model = model
+        self._spec = spec or _OF_GENERATING
+        self._params: dict[str, PoolingParams] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        """For a mean, float32 [1 + pooled_size]: the number of states so far, and their sum; for the first token's
+        state, that, float32 [pooled_size]."""
+        self._chunks: dict[str, list[torch.Tensor]] = {}
+        """For tasks of tokens, their states so far, float32 [tokens, pooled_size] each."""
+
+    def add(self, request_id: str, params: PoolingParams) -> None:
+        """Add a request, whose parameters are resolved (`frontend.pooling.resolved_params`)."""
+        self._params[request_id] = params
+
+    def remove(self, request_id: str) -> None:
+        """Drop a request. Unknown ids are ignored."""
+        self._params.pop(request_id, None)
+        self._kept.pop(request_id, None)
+        self._chunks.pop(request_id, None)
+
+    def pool(self, step: StepArrays, hidden: torch.Tensor) -> dict[str, list[float]]:
+        """Return the vectors of the requests whose prompts are complete with this step; those of a prompt's tokens one
+        after the other.
+
+        Args:
+            hidden: [T, hidden_size], states of the step's tokens before the final norm.
+        """
+        if not self._params:
+            return {}
+        complete = set(step.sampled.rows)
+        last: dict[str, int] = {}
+        """Of complete prompts that want the last token's state, its index."""
+        kept: list[str] = []
+        vectors: dict[str, list[float]] = {}
+        for row, request_id in enumerate(step.request_ids):
+            params = self._params.get(request_id)
+            if params is None:
+                continue
+            end = int(step.ends[row])
+            start = end - int(step.query_lens[row])
+            if params.is_token_wise:
+                self._chunks.setdefault(request_id, []).append(self._states(hidden[start:end]))
+                if row in complete:
+                    states = torch.cat(self._chunks.pop(request_id))
+                    vectors[request_id] = self._results(states, params).flatten().tolist()
+                continue
+            if params.pooling_type == "mean":
+                self._add_to_sum(request_id, hidden[start:end])
+            elif params.pooling_type == "cls" and not step.computed[row]:
+                self._kept[request_id] = self._states(hidden[start : start + 1])[0]
+            if row in complete:
+                if params.needs_every_token:
+                    kept.append(request_id)
+                else:
+                    last[request_id] = end - 1
+        if last:
+            rows = torch.tensor(list(last.values()), device=hidden.device)
+            self._finish(list(last), self._states(hidden.index_select(0, rows)), vectors)
+        if kept:
+            self._finish(kept, torch.stack([self._pooled(request_id) for request_id in kept]), vectors)
+        return vectors
+
+    def _states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.last_hidden_state(hidden).float()
+
+    def _add_to_sum(self, request_id: str, hidden: torch.Tensor) -> None:
+        states = self._states(hidden)
+        count_and_sum = torch.cat((states.new_tensor([len(states)]), states.sum(dim=0)))
+        earlier = self._kept.get(request_id)
+        self._kept[request_id] = count_and_sum if earlier is None else earlier + count_and_sum
+
+    def _pooled(self, request_id: str) -> torch.Tensor:
+        """Return the vector [pooled_size] of a complete prompt."""
+        kept = self._kept.pop(request_id)
+        return kept[1:] / kept[0] if self._params[request_id].pooling_type == "mean" else kept
+
+    def _finish(self, request_ids: list[str], vectors: torch.Tensor, into: dict[str, list[float]]) -> None:
+        """Make the results of vectors [R, pooled_size]."""
+        by_params: dict[PoolingParams, list[int]] = {}
+        for row, request_id in enumerate(request_ids):
+            by_params.setdefault(self._params[request_id], []).append(row)
+        for params, rows in by_params.items():
+            some = vectors if len(by_params) == 1 else vectors[rows]
+            result = self._results(some, params).tolist()
+            into.update(zip((request_ids[row] for row in rows), result, strict=True))
+
+    def _results(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        is_classified = params.task in ("classify", "token_classify")
+        return self._scores(vectors, params) if is_classified else _embeddings(vectors, params)
+
+    def _scores(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """Return scores [R, num_labels], or what the activation makes of them."""
+        spec, model = self._spec, cast(ScoringModel, self._model)
+        scores = (model.scores(vectors) - spec.logit_mean) / spec.logit_sigma
+        if not params.use_activation:
+            return scores
+        match spec.activation:
+            case "softmax":
+                return scores.softmax(dim=-1)
+            case "sigmoid":
+                return scores.sigmoid()
+        return scores
+
+
+def _embeddings(vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+    vectors = vectors[:, : params.dimensions]
+    return F.normalize(vectors, dim=-1) if params.use_activation else vectors
+
 
 _NO_TOKEN = 0
 """Ends a prompt of a pooling model for the scheduler, which discards it."""

@@ -8,20 +8,133 @@ thread than the one that launches steps, because it does not touch the host's ta
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask
-from argosy_engine.sample.sampler import GrammarMask
-from argosy_engine.worker.async_output import AsyncTokens, PendingTokens
-from argosy_engine.worker.host_copies import HostCopies
-from argosy_engine.worker.input_batch import InputBatch
-from argosy_engine.worker.rejection_sampler import RejectionSampled
-from argosy_engine.worker.step_arrays import NO_ROWS, SampledRows
-from argosy_engine.worker.step_inputs import StepInputs
+from argosy_engine.messages import GrammarBitmask, ModelRunnerOutput
+from argosy_engine.sample.sampler import GrammarMask, LogprobsTensors, Sampler, SamplerOutput
+from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_engine.worker.device_runtime import HostCopies, HostCopy
+from argosy_engine.worker.input_batch import NO_ROWS, InputBatch, SampledRows, StepInputs
+
+
+class SampledTokens(NamedTuple):
+    """Tokens of a step, on the host."""
+
+    token_ids: list[list[int]]
+    """New tokens of each row."""
+    logprobs: dict[int, list[TokenLogprobs]]
+    """Row -> one entry per new token, for requests that asked for them."""
+
+
+class PendingTokens(Protocol):
+    """Tokens that a step has sampled: one per row, or several after rejection sampling."""
+
+    first: torch.Tensor
+    """int64 [R], on the device: the first new token of each row."""
+    failed: dict[int, str]
+    """Row -> reason why its request cannot continue."""
+
+    def wait(self) -> SampledTokens: ...
+
+
+class AsyncTokens:
+    """One token per row, copied to the host asynchronously.
+
+    Args:
+        copies: starts the copy; None: the tensors are on the host, because a CPU has computed them.
+    """
+
+    def __init__(self, sampled: SamplerOutput, copies: HostCopies | None) -> None:
+        self.first = sampled.token_ids
+        self.failed = sampled.failed
+        self._logprobs = sampled.logprobs
+        tensors = (sampled.token_ids, *(sampled.logprobs.tensors if sampled.logprobs else ()))
+        self._copy = HostCopy(tensors) if copies is None else copies.start(tensors)
+
+    def wait(self) -> SampledTokens:
+        token_ids, *tensors = self._copy.wait()
+        logprobs = {}
+        if self._logprobs is not None:
+            by_row = self._logprobs._replace(tensors=LogprobsTensors(*tensors)).by_row()
+            logprobs = {row: [entry] for row, entry in by_row.items()}
+        tokens = SampledTokens([[token] for token in token_ids.tolist()], logprobs)
+        self._copy.release()
+        return tokens
+
+
+class RejectionSampled:
+    """Tokens after draft verification: at most one more per row than it has drafts.
+
+    Noise is a function of seed and position, so the token sampled after known tokens is the one that a step without
+    drafts would sample; a draft is accepted if it equals that token. Drafts therefore change only the number of steps,
+    whatever the sampling parameters.
+
+    Sampling proceeds by depth, with the rows whose drafts have all been accepted so far, because logits processors look
+    at the previous tokens. Each depth waits for the device.
+
+    Args:
+        logits: [R + number of drafts, vocab_size]; for each row, one after its known tokens and one after each draft.
+        slots: int64 [R].
+        positions: int64 [R], position in its sequence of the first token that each row samples.
+        drafts: draft tokens of each row; may be empty.
+        grammar: bitmask by rows of the logits.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        logits: torch.Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        drafts: list[list[int]],
+        grammar: GrammarMask | None,
+    ) -> None:
+        counts = np.array([1 + len(each) for each in drafts])
+        starts = np.cumsum(counts) - counts
+        self.failed: dict[int, str] = {}
+        self._host = SampledTokens([[] for _ in drafts], {})
+        rows = np.arange(len(drafts))
+        depth = 0
+        while len(rows):
+            index = starts[rows] + depth
+            sampled = sampler.sample(
+                logits[torch.from_numpy(index).to(logits.device)],
+                slots[rows],
+                positions[rows] + depth,
+                _mask_of(grammar, index),
+            )
+            if not depth:
+                self.first = sampled.token_ids
+            self.failed |= {int(rows[row]): why for row, why in sampled.failed.items()}
+            for row, token in zip(rows.tolist(), sampled.token_ids.tolist(), strict=True):
+                self._host.token_ids[row].append(token)
+            if sampled.logprobs is not None:
+                for row, entry in sampled.logprobs.by_row().items():
+                    self._host.logprobs.setdefault(int(rows[row]), []).append(entry)
+            rows = np.array(
+                [row for row in rows.tolist() if self._is_right(row, drafts[row], depth)], np.int64
+            )
+            depth += 1
+
+    def wait(self) -> SampledTokens:
+        return self._host
+
+    def _is_right(self, row: int, drafts: list[int], depth: int) -> bool:
+        return (
+            depth < len(drafts) and drafts[depth] == self._host.token_ids[row][-1] and row not in self.failed
+        )
+
+
+def _mask_of(grammar: GrammarMask | None, index: NDArray[np.int64]) -> GrammarMask | None:
+    """Return the part of the mask for the logits that `index` selects, with rows renumbered accordingly."""
+    if grammar is None:
+        return None
+    _, places, chosen = np.intersect1d(index, grammar.rows, assume_unique=True, return_indices=True)
+    return GrammarMask(places, grammar.bitmask[chosen]) if len(places) else None
 
 
 class PendingSteps:

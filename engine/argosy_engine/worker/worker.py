@@ -17,34 +17,33 @@ import torch
 
 from argosy_engine.attention.kv_cache_spec import KVCacheGroup
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
-from argosy_engine.attention.self_test import working_backend
 from argosy_engine.checkpoint.fingerprint import fingerprint
-from argosy_engine.checkpoint.model_path import hold_stored_model, resolve_model
+from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.checkpoint.stored_tensors import with_stored_head
 from argosy_engine.config import EngineArgs
-from argosy_engine.distributed.launched_groups import LaunchedGroups
+from argosy_engine.distributed.engine_copies import LaunchedGroups
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError, EngineError
-from argosy_engine.layers.layer_self_test import layer_self_test
-from argosy_engine.layers.quantization import has_fp8_products
-from argosy_engine.layers.token_exchange import TokenExchange
-from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
-from argosy_engine.messages.scheduler_output import SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.layers.experts import TokenExchange
+from argosy_engine.layers.linear_method import has_fp8_products
+from argosy_engine.layers.self_test import layer_self_test, working_backend
+from argosy_engine.messages import LoadStep, OnLoadStep, SchedulerOutput, WorkerInfo, ignore_step
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
-from argosy_engine.model_configs.stage import Stage, check_pipeline_parallel
+from argosy_engine.model_configs.sharding import (
+    Sharding,
+    Stage,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+)
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import kernels
 from argosy_engine.resolved_config import MemoryBudget
-from argosy_engine.sample.logits_processor.interface import load_logits_processors, source_digest
-from argosy_engine.sample.sampler import SamplerOptions
-from argosy_engine.sample.sampler_self_test import self_test
-from argosy_engine.sizing.device import DeviceMemory, choose_dtype, cpu_memory
+from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
+from argosy_engine.sample.sampler import SamplerOptions, self_test
 from argosy_engine.sizing.kv_cache_sizing import (
     estimate_activations,
     estimate_weights,
@@ -53,14 +52,13 @@ from argosy_engine.sizing.kv_cache_sizing import (
     request_blocks,
     wanted_model_len,
 )
+from argosy_engine.sizing.resources import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.compilation import LayerCompilation, start_compilation
 from argosy_engine.worker.cuda_graphs import graph_sizes
-from argosy_engine.worker.memory_profiling import measure_activations
-from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.model_runner import ModelRunner, Pipeline
 from argosy_engine.worker.pending_step import PendingStep
-from argosy_engine.worker.pipeline import Pipeline
-from argosy_engine.worker.warm_up import warm_up
-from argosy_fetcher.model_hold import ModelHold
+from argosy_engine.worker.warm_up import measure_activations, warm_up
+from argosy_fetcher.store import ModelHold
 
 logger = logging.getLogger(__name__)
 

@@ -1,48 +1,67 @@
 """HubSource: models on a Hugging Face hub or a mirror of one, `hf://ORG/NAME[@REVISION]`.
 
-Owns the list of a model's files at one commit, and reads of ranges of their content. Must not know stores, retries or
-which files are served. Invariants: every read is of the commit that `snapshot` returned, and the token goes to the
-hub's own origin only.
+Owns the list of a model's files at one commit, reads of ranges of their content, and what a hub's refusals mean. Must
+not know stores, retries or which files are served. Invariants: every read is of the commit that `snapshot` returned;
+the token goes to the hub's own origin only, and is in no message and in no `repr`, even if a server sends it back; no
+message holds a query, which may be a signature.
 
 huggingface_hub finds tokens; lists and content are read with httpx, because that library reads lists of any length and
 only whole files. The hub answers for a large file with the signed, short-lived address of another host. Such an address
 is kept for the file's next ranges until one of them fails, and asked for once more at once when its host refuses it.
+
+    HF_ENDPOINT                         the hub; https://huggingface.co if not set
+    HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the token, or where `hf auth login` has left it
+    HF_HUB_DISABLE_IMPLICIT_TOKEN       send no token
+    HF_HUB_CACHE, HF_HOME               Hugging Face's own cache
+    HF_HUB_OFFLINE, ARGOSY_OFFLINE      make no request
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import quote, urlsplit
 
 import httpx
-from huggingface_hub import hf_hub_url
+from huggingface_hub import constants, get_token, hf_hub_url
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from msgspec import Meta, Struct, field
 
 from argosy_fetcher.errors import (
     AccessDenied,
     FetchError,
     InvalidSource,
+    ModelHidden,
+    ModelNotFound,
     Offline,
     SourceChanged,
     TransientError,
 )
-from argosy_fetcher.loopback import is_loopback
-from argosy_fetcher.snapshot import RemoteFile, Snapshot
-from argosy_fetcher.sources import hub_environment
-from argosy_fetcher.sources.documents import MalformedDocument, read_bounded
-from argosy_fetcher.sources.hub_endpoint import hub_source_name
-from argosy_fetcher.sources.hub_errors import HubModel, error_of, reason, storage_error, unreachable
-from argosy_fetcher.sources.hub_listing import MAX_LISTING_BYTES, decode_listing
-from argosy_fetcher.sources.source import Chunk
-from argosy_fetcher.sources.tls import is_untrusted, trusted, untrusted
+from argosy_fetcher.source import MAX_FILE_BYTES, MAX_FILES, Chunk, Digest, RemoteFile, Snapshot, check_path
+from argosy_fetcher.source_uri import is_loopback
+from argosy_fetcher.sources.http import (
+    MalformedDocument,
+    cut,
+    decode_document,
+    is_transient,
+    is_unknown_host,
+    is_untrusted,
+    origin,
+    read_bounded,
+    trusted,
+    unknown_host,
+    untrusted,
+)
+from argosy_fetcher.sources.registry import hub_address, hub_source_name, is_true
 from argosy_protocol import __version__
 
 if TYPE_CHECKING:
@@ -61,7 +80,7 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)")
 
 
 class HubSource:
-    """A repository of models on a hub. `hub_environment` lists the credentials that it reads.
+    """A repository of models on a hub.
 
     Raises (from the constructor):
         InvalidSource: the name or HF_ENDPOINT is malformed.
@@ -75,7 +94,7 @@ class HubSource:
         self._repo_id = uri.location
         self._revision = uri.revision
         self._credentials = credentials
-        self._endpoint = hub_environment.endpoint(credentials)
+        self._endpoint = endpoint(credentials)
         self._name = hub_source_name(uri.location, credentials)
         self._model = self._model_of(None)
         self._commit = ""
@@ -104,9 +123,9 @@ class HubSource:
             FetchError: the answer is not that of a hub.
             TransientError: the hub does not answer, limits the rate of requests, or fails.
         """
-        if hub_environment.is_offline(self._credentials):
+        if is_offline(self._credentials):
             raise self._offline()
-        token = hub_environment.find_token(self._credentials)
+        token = find_token(self._credentials)
         if token and self._endpoint.scheme == "http" and not is_loopback(self._endpoint.host):
             raise AccessDenied(
                 f"{self._model.name}: {self._endpoint} is not encrypted and would show the token to the network; let "
@@ -137,9 +156,11 @@ class HubSource:
         try:
             with closing(self._open(file, start, stop)) as response:
                 skipped = self._bytes_before(response, file, start)
-                for chunk in _cut(response, skipped, left):
+                for chunk in cut(response.iter_raw(), skipped, left):
                     left -= len(chunk)
                     yield chunk
+                    if not left and response.status_code != 206:
+                        return  # the rest of the file is not waited for
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             host = error.request.url
             raise unreachable(self._model, error, "" if self._is_hub(host) else host.host) from error
@@ -174,7 +195,7 @@ class HubSource:
         if not file.version:
             return None
         folder = repo_folder_name(repo_id=self._repo_id, repo_type="model")
-        blob = hub_environment.hub_cache(self._credentials) / folder / "blobs" / file.version
+        blob = hub_cache(self._credentials) / folder / "blobs" / file.version
         try:
             path = blob.resolve(strict=True)  # it may be a link to a file that several models share
             found = path.stat()
@@ -306,8 +327,7 @@ class HubSource:
         return 0
 
     def _is_hub(self, url: httpx.URL) -> bool:
-        hub = self._endpoint
-        return (url.scheme, url.host, url.port) == (hub.scheme, hub.host, hub.port)
+        return origin(url) == origin(self._endpoint)
 
     # Messages
 
@@ -335,19 +355,331 @@ def _make_client(credentials: Mapping[str, str]) -> httpx.Client:
     return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=trusted(credentials))
 
 
-def _cut(response: httpx.Response, skipped: int, count: int) -> Iterator[Chunk]:
-    """Yield `count` bytes of a body after the first `skipped`, or fewer if it ends.
+MAX_LISTING_BYTES: Final = 32 << 20
+"""Ten times what the hub says about `MAX_FILES` files."""
 
-    A range is read to its end, beyond its last byte, because only then its connection serves the next one.
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_GIT_SHA1: Final = re.compile(r"[0-9a-f]{40}")
+
+FileSize = Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
+
+
+class LfsFile(Struct, frozen=True):
+    """Content that is kept outside of git."""
+
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    size: FileSize
+
+
+class ListedFile(Struct, frozen=True):
+    """One file of a repository; mirrors do not give all of them a blob id."""
+
+    rfilename: str
+    size: FileSize | None = None
+    blob_id: Any = field(name="blobId", default=None)
+    lfs: LfsFile | None = None
+
+
+class HubListing(Struct, frozen=True):
+    """The fields of the answer that are read."""
+
+    id: str
+    sha: str | None = None
+    siblings: list[ListedFile] | None = None
+
+
+def decode_listing(content: bytes, revision: str) -> tuple[str, tuple[RemoteFile, ...]]:
+    """Return the commit and its files. Digests are the SHA-256 of files in LFS and git's blob id of others.
+
+    Args:
+        revision: the one that was asked for; empty if none.
+
+    Raises:
+        MalformedDocument: the content is no listing, of another commit, or exceeds a bound.
+        UnsupportedModel: a path is unsafe.
     """
-    for chunk in response.iter_raw():
-        if skipped >= len(chunk):
-            skipped -= len(chunk)
-            continue
-        part = memoryview(chunk)[skipped : skipped + count] if skipped or count < len(chunk) else chunk
-        skipped = 0
-        count -= len(part)
-        if part:
-            yield part
-        if count <= 0 and (response.status_code != 206 or not part):
-            return
+    listing = decode_document(content, HubListing)
+    commit, siblings = listing.sha or "", listing.siblings or []
+    if not _COMMIT.fullmatch(commit):
+        raise MalformedDocument("it names no commit")
+    if _COMMIT.fullmatch(revision) and revision != commit:
+        raise MalformedDocument(f"it is for commit {commit}")
+    if len(siblings) > MAX_FILES:
+        raise MalformedDocument(f"it lists {len(siblings)} files; the limit is {MAX_FILES}")
+    files = tuple(_remote_file(sibling) for sibling in siblings)
+    if len({file.path for file in files}) != len(files):
+        raise MalformedDocument("it lists a file twice")
+    return commit, files
+
+
+def _remote_file(listed: ListedFile) -> RemoteFile:
+    path = check_path(listed.rfilename)
+    if listed.lfs is not None:
+        sha256 = listed.lfs.sha256
+        return RemoteFile(path, listed.lfs.size, Digest("sha256", sha256), sha256)
+    if listed.size is None:
+        raise MalformedDocument(f"it does not say how large {path[:200]!r} is")
+    if isinstance(listed.blob_id, str) and _GIT_SHA1.fullmatch(listed.blob_id):
+        return RemoteFile(path, listed.size, Digest("git-sha1", listed.blob_id), listed.blob_id)
+    return RemoteFile(path, listed.size)
+
+
+MAX_TOKEN_BYTES: Final = 16 << 10
+"""Tokens of the hub have 37 characters, but those that stand for a workload's identity are JWTs."""
+
+_TOKEN: Final = re.compile(r"[!-~]+")
+_LOGIN: Final = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_TOKEN_PATH",
+    "HF_HOME",
+    "XDG_CACHE_HOME",
+    "HF_OIDC_RESOURCE",
+)
+"""What decides which token huggingface_hub finds."""
+
+
+def endpoint(credentials: Mapping[str, str]) -> httpx.URL:
+    """Return the hub's address, whose path has no slash at its end.
+
+    Raises:
+        InvalidSource: HF_ENDPOINT is not the address of a web server.
+    """
+    try:
+        return httpx.URL(hub_address(credentials))
+    except httpx.InvalidURL as error:
+        raise InvalidSource(f"HF_ENDPOINT is not a URL: {error}") from None
+
+
+def find_token(credentials: Mapping[str, str]) -> str | None:
+    """Return the token to send, or None.
+
+    Where the credentials are those of this process's environment, huggingface_hub finds it, which also renews the
+    tokens of logins in a browser.
+
+    Raises:
+        AccessDenied: there is a token that cannot be read or sent.
+    """
+    if is_true(credentials, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+        return None
+    given = credentials.get("HF_TOKEN") or credentials.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if given.strip():
+        return _checked(given, "HF_TOKEN")
+    if all(credentials.get(name) == os.environ.get(name) for name in _LOGIN):
+        try:
+            found = get_token()
+        except Exception as error:  # files and the exchange of identities fail in many ways
+            raise AccessDenied(f"the hub's token cannot be read: {error}") from None
+        return _checked(found, "the hub's token") if found else None
+    if path := credentials.get("HF_TOKEN_PATH"):
+        return _read(_expand(path))
+    if home := credentials.get("HF_HOME"):
+        return _read(_expand(home) / "token")
+    return None
+
+
+def hub_cache(credentials: Mapping[str, str]) -> Path:
+    """Return the directory of Hugging Face's own cache, which need not exist."""
+    if path := credentials.get("HF_HUB_CACHE") or credentials.get("HUGGINGFACE_HUB_CACHE"):
+        return _expand(path)
+    if home := credentials.get("HF_HOME"):
+        return _expand(home) / "hub"
+    return Path(constants.HF_HUB_CACHE)
+
+
+def is_offline(credentials: Mapping[str, str]) -> bool:
+    return is_true(credentials, "HF_HUB_OFFLINE") or is_true(credentials, "ARGOSY_OFFLINE")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_TOKEN_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AccessDenied(f"the hub's token cannot be read: {path}: {error.strerror}") from None
+    text = content.decode("utf-8", "replace")
+    return _checked(text, str(path)) if text.strip() else None
+
+
+def _checked(token: str, where: str) -> str:
+    """Return a token that fits in a header. HTTP libraries would show another one in their errors."""
+    token = token.strip()
+    if len(token) > MAX_TOKEN_BYTES or not _TOKEN.fullmatch(token):
+        raise AccessDenied(f"{where} is not a token: it has spaces, line breaks or other odd characters")
+    return token
+
+
+def _expand(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()
+
+
+_RATE_LIMIT: Final = re.compile(r'"\w+"\s*;\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})')
+"""The hub's own header, after draft-ietf-httpapi-ratelimit-headers: nothing remains for so many seconds."""
+_MAX_MESSAGE_CHARACTERS: Final = 200
+
+
+class HubModel(Struct, frozen=True):
+    """The model that a hub was asked for, as messages name it."""
+
+    endpoint: str
+    repo_id: str
+    revision: str
+    token: str | None
+
+    def __repr__(self) -> str:
+        return f"HubModel({self.name!r} at {self.endpoint!r})"
+
+    @property
+    def name(self) -> str:
+        return f"hf://{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def page(self) -> str:
+        return f"{self.endpoint}/{self.repo_id}"
+
+
+def error_of(
+    model: HubModel, status: int, headers: Mapping[str, str], path: str = ""
+) -> FetchError | TransientError:
+    """Return the error for a hub's answer.
+
+    The hub names its refusals in `X-Error-Code` and explains them in `X-Error-Message`. Without a token it answers 401
+    for a repository that does not exist, for one that is private, and for a gated one.
+
+    Args:
+        path: the file that was asked for; empty if it was the list of files.
+    """
+    code, told = headers.get("x-error-code", ""), _told(model, headers)
+    if is_transient(status):
+        return _transient(model, status, headers)
+    if code == "GatedRepo":
+        return AccessDenied(_gated(model))
+    if headers.get("x-error-message") == "Access to this resource is disabled.":
+        return AccessDenied(f"{model.name} is disabled on {model.endpoint}; see {model.page}")
+    if status == 401 and model.token:
+        return AccessDenied(
+            f"{model.name}: {model.endpoint} does not accept the token: it is wrong, expired or revoked{told}; "
+            f"set HF_TOKEN to one from {model.endpoint}/settings/tokens, or unset it for a public model"
+        )
+    if status == 401:
+        return ModelHidden(
+            f"{model.name} does not exist on {model.endpoint}, or it is private and no token was sent; "
+            "check its name, or set HF_TOKEN (or run `hf auth login`)"
+        )
+    if code == "RevisionNotFound":
+        if path:
+            return _vanished(model, "the revision")
+        return ModelNotFound(
+            f"{model.name}: the repository has no revision {model.revision or 'main'!r}; "
+            f"{model.page}/tree/main lists its branches and tags"
+        )
+    if code == "EntryNotFound" or (path and status in (404, 410, 416)):
+        return _vanished(model, path)
+    if status == 404:
+        who = "the token's account may not see it" if model.token else "it is private and no token was sent"
+        return ModelHidden(
+            f"{model.name} does not exist on {model.endpoint}, or {who}; check its name and HF_TOKEN"
+        )
+    if status == 403:
+        return AccessDenied(
+            f"{model.name}: {model.endpoint} refuses access{told}; "
+            + ("check what the token may read" if model.token else "set HF_TOKEN")
+            + f" at {model.endpoint}/settings/tokens"
+        )
+    return FetchError(
+        f"{model.name}: {model.endpoint} answers with status {status}{told}; check HF_ENDPOINT, which must be a hub"
+    )
+
+
+def storage_error(
+    model: HubModel, host: str, status: int, headers: Mapping[str, str], path: str
+) -> FetchError | TransientError:
+    """Return the error for the answer of a host to which the hub sent us for a file's content."""
+    if is_transient(status):
+        return TransientError(
+            f"{model.name}: {path}: {host} answers with status {status}", retry_after_s(headers)
+        )
+    if status in (404, 410, 416):
+        return _vanished(model, path)
+    return AccessDenied(
+        f"{model.name}: {path}: {host}, where the hub keeps the file, answers with status {status} to an address that "
+        "the hub has just signed; a proxy or firewall may block that host"
+    )
+
+
+def unreachable(model: HubModel, error: Exception, storage_host: str = "") -> TransientError:
+    """Return the error for a request that got no answer, from the hub or from the host of a file's content."""
+    if is_unknown_host(error):
+        host = storage_host or urlsplit(model.endpoint).netloc
+        return unknown_host(model.name, host, "HF_ENDPOINT")
+    if storage_host:
+        return TransientError(
+            f"{model.name}: {storage_host}, where {model.endpoint} keeps its files, does not answer ({reason(error)}); "
+            "a proxy or firewall may block it"
+        )
+    return TransientError(
+        f"{model.name}: {model.endpoint} does not answer ({reason(error)}); check the network and HF_ENDPOINT, or, "
+        "outside a cluster, set HF_HUB_OFFLINE=1 to use only what is stored here"
+    )
+
+
+def reason(error: Exception) -> str:
+    """Return an error of a transport as text, which may be empty in some libraries."""
+    return _line(str(error)) or type(error).__name__
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return how many seconds a server asks to wait, from `Retry-After` or the hub's `RateLimit`; None if neither.
+
+    A date counts from the server's own `Date`, so that clocks need not agree.
+    """
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d{1,9}", value):
+        return float(value)
+    try:
+        until, now = parsedate_to_datetime(value), parsedate_to_datetime(headers.get("date", ""))
+        return max((until - now).total_seconds(), 0.0)
+    except (TypeError, ValueError):
+        pass
+    found = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+    return float(found[1]) if found else None
+
+
+def _transient(model: HubModel, status: int, headers: Mapping[str, str]) -> TransientError:
+    if status == 429:
+        hint = "" if model.token else "; with a token (HF_TOKEN) the limit is higher"
+        text = f"{model.name}: {model.endpoint} limits the rate of requests{hint}"
+    else:
+        text = f"{model.name}: {model.endpoint} answers with status {status}"
+    return TransientError(text, retry_after_s(headers))
+
+
+def _gated(model: HubModel) -> str:
+    if model.token:
+        return (
+            f"{model.name} is gated, and the token's account has not been given access; accept the terms at "
+            f"{model.page} (some authors answer by hand) and let the token read gated repositories"
+        )
+    return f"{model.name} is gated; accept the terms at {model.page}, then set HF_TOKEN to a token of that account"
+
+
+def _vanished(model: HubModel, what: str) -> SourceChanged:
+    return SourceChanged(
+        f"{model.name}: {what} is not on {model.endpoint} any more, or has changed; fetch the model anew"
+    )
+
+
+def _told(model: HubModel, headers: Mapping[str, str]) -> str:
+    text = headers.get("x-error-message", "")
+    if model.token:
+        text = text.replace(model.token, "***")
+    text = _line(text).rstrip(".")
+    return f" ({text})" if text else ""
+
+
+def _line(text: str) -> str:
+    """Return foreign text in one bounded line of printable characters."""
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(text.split())[:_MAX_MESSAGE_CHARACTERS]

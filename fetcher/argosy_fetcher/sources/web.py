@@ -1,43 +1,68 @@
 """Web servers: models behind `https://`, as one archive or as a folder with a list of digests.
 
 `https://HOST/PATH/NAME.tar[.gz|.zst]` (or `.tgz`, `.zip`), optionally with `#sha256=HEX`, is a packed model;
-`https://HOST/PATH/SHA256SUMS` lists the files of the folder that it lies in. Owns these two forms, and reads of ranges.
+`https://HOST/PATH/SHA256SUMS` lists the files of the folder that it lies in. Owns these two forms, reads of ranges, and
+GET requests with their redirects, credentials and statuses.
 
 A server has no revisions. That of an archive is its SHA-256 where the URI names it, else a hash over its size and its
 ETag (or date); that of a folder is a hash over the digests. Reads compare size and ETag with what they were at first,
-so that a file that changes on the way is noticed before its digest is wrong. Credentials, redirects and statuses are
-`web_client`'s.
+so that a file that changes on the way is noticed before its digest is wrong.
 
 A list of digests has no sizes, so a server is asked for the size of each file that a model can have by the end of its
 name. Other files of a folder are listed, which errors need, but with a size of 0.
+
+Credentials (ARGOSY_HTTPS_TOKEN as a bearer token if ARGOSY_HTTPS_HOST names the server, else its entry in netrc) go to
+the server of the source alone, never to where it redirects: whoever writes a model's source does not decide who gets
+the token. Unencrypted HTTP is spoken with loopback addresses only, and never after HTTPS. Messages have no URLs, whose
+queries may be signatures.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
+import logging
+import netrc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import httpx
 
 from argosy_fetcher.errors import (
+    AccessDenied,
     FetchError,
     InvalidSource,
     ModelNotFound,
     SourceChanged,
+    TransientError,
     UnsupportedModel,
 )
-from argosy_fetcher.snapshot import MAX_FILE_BYTES, Digest, Packing, RemoteFile, Snapshot, check_path
-from argosy_fetcher.source_uri import SourceUri
-from argosy_fetcher.sources import sha256sums
-from argosy_fetcher.sources.documents import read_bounded
-from argosy_fetcher.sources.source import Chunk
-from argosy_fetcher.sources.web_client import WebClient
+from argosy_fetcher.source import MAX_FILE_BYTES, Chunk, Digest, Packing, RemoteFile, Snapshot, check_path
+from argosy_fetcher.source_uri import SourceUri, is_loopback
+from argosy_fetcher.sources.http import (
+    MAX_SUMS_BYTES,
+    SUMS_FILE,
+    cut,
+    is_transient,
+    is_unknown_host,
+    is_untrusted,
+    origin,
+    parse_sha256sums,
+    read_bounded,
+    retry_after_s,
+    trusted,
+    unknown_host,
+    untrusted,
+)
+from argosy_fetcher.sources.registry import header_value
+from argosy_protocol import __version__
 
 MAX_PROBES = 8
 """Files of a folder whose sizes are asked for at once."""
@@ -78,12 +103,10 @@ class WebSource:
         self._name = uri.name
         file_name = self._url.path.rpartition("/")[2]
         suffix = next((suffix for suffix in _PACKINGS if file_name.lower().endswith(suffix)), "")
-        if file_name != sha256sums.FILE_NAME and (not suffix or len(file_name) == len(suffix)):
+        if file_name != SUMS_FILE and (not suffix or len(file_name) == len(suffix)):
             raise InvalidSource(f"{self._name}: {_FORMS}")
-        if file_name == sha256sums.FILE_NAME and (self._url.query or self._sha256):
-            raise InvalidSource(
-                f"{self._name}: the URL of {sha256sums.FILE_NAME} has no query and no fragment"
-            )
+        if file_name == SUMS_FILE and (self._url.query or self._sha256):
+            raise InvalidSource(f"{self._name}: the URL of {SUMS_FILE} has no query and no fragment")
         self._archive = file_name if suffix else ""
         self._packing = _PACKINGS.get(suffix, "none")
         self._credentials = credentials
@@ -110,18 +133,12 @@ class WebSource:
             headers["if-range"] = file.version
         response = self._requested(file, headers)
         where = self._where(file.path)
-        position = 0
-        if response.status_code == 206:
-            position = start
-            if not _is_within(response, start, stop):
-                response.close()
-                raise FetchError(f"{where}: the server sends another range than was asked for")
+        is_part = response.status_code == 206
+        if is_part and not _is_within(response, start, stop):
+            response.close()
+            raise FetchError(f"{where}: the server sends another range than was asked for")
         with contextlib.closing(self._client.chunks(response, where)) as chunks:
-            for chunk in chunks:
-                yield memoryview(chunk)[max(0, start - position) : max(0, stop - position)]
-                position += len(chunk)
-                if position > stop:  # and not at it: at its end, a response gives its connection back
-                    return
+            yield from cut(chunks, 0 if is_part else start, stop - start)
 
     def can_read_ranges(self, file: RemoteFile) -> bool:
         """Whether the server begins anywhere but at the beginning of a file."""
@@ -150,7 +167,7 @@ class WebSource:
         return Snapshot(self.name, revision, (file,))
 
     def _folder_snapshot(self) -> Snapshot:
-        digests = sorted(sha256sums.parse_sha256sums(self._sums(), self.name).items())
+        digests = sorted(parse_sha256sums(self._sums(), self.name).items())
         if not digests:
             raise ModelNotFound(f"{self.name}: the list names no files")
         self._probe_all([path for path, _ in digests if path.endswith(MODEL_SUFFIXES)])
@@ -167,7 +184,7 @@ class WebSource:
     def _sums(self) -> bytes:
         response = self._client.get(self._url, self.name, {}, accepted=(200,))
         with contextlib.closing(self._client.chunks(response, self.name)) as chunks:
-            return read_bounded(chunks, sha256sums.MAX_SUMS_BYTES, f"{self.name}: the list")
+            return read_bounded(chunks, MAX_SUMS_BYTES, f"{self.name}: the list")
 
     def _probe_all(self, paths: Sequence[str]) -> None:
         """Fill `_probed`, with several requests at once."""
@@ -287,3 +304,190 @@ def _check_encoding(response: httpx.Response, path: str, where: str) -> None:
 
 def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+MAX_REDIRECTS = 5
+TIMEOUT = httpx.Timeout(30, connect=10, pool=None)
+"""Seconds of silence, not of a whole response."""
+MAX_DISCARDED_BYTES = 4096
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+
+_log = logging.getLogger(__name__)
+_REDIRECTS = {301, 302, 303, 307, 308}
+
+
+class WebClient:
+    """GET requests to one server and to where it redirects. Thread-safe. Must not know files, ranges or retries.
+
+    Args:
+        server: any URL of the source's server.
+
+    Raises:
+        AccessDenied: the credentials are malformed.
+        InvalidSource: the server is not on loopback and its URL not https://, or the file of trusted certificates is
+            unusable.
+    """
+
+    def __init__(self, source: str, server: httpx.URL, credentials: Mapping[str, str]) -> None:
+        if server.scheme != "https" and not is_loopback(server.host):
+            raise InvalidSource(
+                f"{source}: only loopback addresses are read without encryption; use https://"
+            )
+        self._origin = origin(server)
+        self._authorization = _authorization(source, server, credentials)
+        self._remedy = _remedy(server, credentials, self._authorization)
+        self._client = httpx.Client(
+            verify=trusted(credentials),
+            # a proxy could not reach this machine's own servers
+            trust_env=not is_loopback(server.host),
+            headers={
+                "user-agent": f"argosy-fetcher/{__version__}",
+                "accept": "*/*",
+                "accept-encoding": "identity",
+            },
+            timeout=TIMEOUT,
+            limits=LIMITS,
+        )
+
+    def get(
+        self, url: httpx.URL, where: str, headers: Mapping[str, str], accepted: Collection[int] = (200, 206)
+    ) -> httpx.Response:
+        """Return a response whose body was not read yet; the caller closes it, or reads it by `chunks`.
+
+        Args:
+            where: names the model and the file in errors.
+            accepted: statuses that are returned.
+
+        Raises:
+            FetchError, TransientError: another status, no connection, or a redirect that is not followed.
+        """
+        for _ in range(MAX_REDIRECTS + 1):
+            response = self._send(url, where, headers)
+            if response.status_code not in _REDIRECTS:
+                break
+            self.discard(response)
+            url = _redirected(url, response.headers.get("location", ""), where)
+        else:
+            raise FetchError(f"{where}: more than {MAX_REDIRECTS} redirects")
+        if response.status_code in accepted:
+            return response
+        self.discard(response)
+        raise self._refusal(response, where)
+
+    def chunks(self, response: httpx.Response, where: str) -> Generator[bytes, None, None]:
+        """Yield a response's body as it comes, and close the response.
+
+        Raises:
+            TransientError: the connection was cut.
+        """
+        try:
+            yield from response.iter_raw()
+        except httpx.TransportError as error:
+            raise TransientError(f"{where}: the connection was cut ({type(error).__name__})") from None
+        finally:
+            response.close()
+
+    def discard(self, response: httpx.Response) -> None:
+        """Close a response; read it before if it is short, so that its connection can be used again."""
+        length = response.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length[:20]) <= MAX_DISCARDED_BYTES:
+            with contextlib.suppress(httpx.TransportError):
+                for _ in response.iter_raw():
+                    pass
+        response.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, url: httpx.URL, where: str, headers: Mapping[str, str]) -> httpx.Response:
+        request = self._client.build_request("GET", url, headers=headers)
+        if self._authorization and origin(url) == self._origin:
+            request.headers["authorization"] = self._authorization
+        try:
+            return self._client.send(request, stream=True, auth=None)
+        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
+            raise FetchError(f"{where}: the request cannot be sent ({type(error).__name__})") from None
+        except httpx.TransportError as error:
+            if "in location header" in str(error):  # httpx reads it even if it is not to follow it
+                raise FetchError(f"{where}: the server redirects to something that is not a URL") from None
+            if is_untrusted(error):
+                raise untrusted(where, url.host) from None
+            if is_unknown_host(error):
+                raise unknown_host(where, url.host, "the URL") from None
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TransientError(f"{where}: no answer from {url.host} ({reason})") from None
+
+    def _refusal(self, response: httpx.Response, where: str) -> FetchError | TransientError:
+        status = response.status_code
+        if is_transient(status):
+            wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time())
+            return TransientError(f"{where}: the server is busy or out of order (HTTP {status})", wait_s)
+        if status in (401, 403):
+            return AccessDenied(f"{where}: access denied (HTTP {status}){self._remedy}")
+        if status in (404, 410):
+            return ModelNotFound(f"{where}: the server has no such file (HTTP {status}); check the URL")
+        if status in (412, 416):
+            return SourceChanged(f"{where}: the file has changed since it was listed; fetch again")
+        return FetchError(f"{where}: the server answers HTTP {status}")
+
+
+def _redirected(url: httpx.URL, location: str, where: str) -> httpx.URL:
+    try:
+        target = url.join(location)
+    except (httpx.InvalidURL, ValueError):
+        raise FetchError(f"{where}: the server redirects to something that is not a URL") from None
+    if not location or not target.host or target.userinfo or target.scheme not in ("http", "https"):
+        raise FetchError(f"{where}: the server redirects to a URL that is not followed")
+    if target.scheme == "http" and not (url.scheme == "http" and is_loopback(target.host)):
+        raise FetchError(f"{where}: the server redirects to {target.host} without encryption")
+    return target
+
+
+def _authorization(source: str, server: httpx.URL, credentials: Mapping[str, str]) -> str:
+    """Return the value of the header for the source's server; empty if there are no credentials."""
+    token = credentials.get("ARGOSY_HTTPS_TOKEN", "").strip()
+    if token and _token_host(credentials) == _authority(server):
+        return f"Bearer {header_value(source, 'ARGOSY_HTTPS_TOKEN', token)}"
+    named = credentials.get("NETRC")
+    path = Path(named).expanduser() if named else Path(credentials.get("HOME", "/nonexistent"), ".netrc")
+    try:
+        # a `default` entry is not taken: it would give a password to any server
+        entry = netrc.netrc(str(path)).hosts.get(server.host)
+    except OSError as error:
+        if named:
+            raise AccessDenied(f"{source}: {path} cannot be read: {error.strerror}") from None
+        return ""
+    except (netrc.NetrcParseError, ValueError):
+        # not the parser's text, which quotes words
+        if named:
+            raise AccessDenied(f"{source}: {path} is malformed") from None
+        _log.warning("%s is malformed; its entries are not used", path)
+        return ""
+    if entry is None:
+        return ""
+    login, _, password = entry
+    pair = f"{login}:{password or ''}"
+    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+
+
+def _remedy(server: httpx.URL, credentials: Mapping[str, str], authorization: str) -> str:
+    """What to do if access is denied: the end of a message."""
+    if authorization.startswith("Bearer "):
+        return "; check ARGOSY_HTTPS_TOKEN"
+    if authorization:
+        return "; check the host's entry in netrc"
+    host = f"ARGOSY_HTTPS_HOST={_authority(server)}"
+    if credentials.get("ARGOSY_HTTPS_TOKEN", "").strip():
+        return f" without credentials; ARGOSY_HTTPS_TOKEN is sent to one host only: set {host} if it is meant"
+    return f" without credentials; set ARGOSY_HTTPS_TOKEN and {host}, or add the host to ~/.netrc"
+
+
+def _token_host(credentials: Mapping[str, str]) -> str:
+    """Return HOST[:PORT] that the token is for."""
+    host = credentials.get("ARGOSY_HTTPS_HOST", "").strip().lower()
+    return host.removeprefix("https://").rstrip("/").removesuffix(":443")
+
+
+def _authority(url: httpx.URL) -> str:
+    """Return HOST[:PORT] without the port that the scheme implies."""
+    return url.netloc.decode("ascii", "replace").lower()

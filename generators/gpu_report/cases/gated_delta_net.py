@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
 from argosy_engine.triton_kernels.gated_delta_net import (
     MAX_CHUNK_KEYS,
     DeltaNetShape,
     gated_delta_net,
 )
-from argosy_engine.triton_kernels.state_steps import requests_of_tokens
+from argosy_engine.triton_kernels.launch import DeviceTraits
+from argosy_engine.triton_kernels.short_conv import requests_of_tokens
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

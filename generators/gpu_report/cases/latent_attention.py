@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.latent_attention import latent_attention
-from argosy_engine.triton_kernels.latent_rope_and_cache import latent_rope_and_cache
+from argosy_engine.triton_kernels.latent_attention import latent_attention, latent_rope_and_cache
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

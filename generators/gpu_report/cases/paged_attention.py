@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from argosy_engine.triton_kernels.paged_attention import paged_attention, paged_attention_fp8
 from gpu_report.case import Case
 

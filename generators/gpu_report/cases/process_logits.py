@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.penalty_counts import clear_entries, count_tokens
-from argosy_engine.triton_kernels.process_logits import RowEdits, RowMasks, RowPenalties, process_logits
+from argosy_engine.triton_kernels.launch import DeviceTraits
+from argosy_engine.triton_kernels.process_logits import (
+    RowEdits,
+    RowMasks,
+    RowPenalties,
+    clear_entries,
+    count_tokens,
+    process_logits,
+)
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.quantize_fp8 import quantize_fp8
+from argosy_engine.triton_kernels.activations import quantize_fp8
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from gpu_report.case import Case
 
 

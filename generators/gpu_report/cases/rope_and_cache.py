@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from argosy_engine.triton_kernels.rope_and_cache import rope_and_cache
 from gpu_report.case import Case
 

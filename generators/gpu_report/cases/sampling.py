@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from argosy_engine.triton_kernels.sampling import Cuts, DeviceSamplingBatch, sample_tokens
 from gpu_report.case import Case
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
-from argosy_engine.triton_kernels.silu_and_mul import (
+from argosy_engine.triton_kernels.activations import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_fp8,
     relu2,
@@ -15,6 +14,7 @@ from argosy_engine.triton_kernels.silu_and_mul import (
     silu_and_mul,
     silu_and_mul_fp8,
 )
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

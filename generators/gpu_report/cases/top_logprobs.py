@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy_engine.triton_kernels.cut_logits import cut_logits
-from argosy_engine.triton_kernels.device_traits import DeviceTraits
+from argosy_engine.triton_kernels.launch import DeviceTraits
 from argosy_engine.triton_kernels.sampling import Cuts, DeviceSamplingBatch
-from argosy_engine.triton_kernels.top_logprobs import top_logprobs
+from argosy_engine.triton_kernels.top_logprobs import cut_logits, top_logprobs
 from gpu_report.case import Case
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -21,11 +21,11 @@ import msgspec
 from msgspec import Struct
 
 from argosy_operator.cluster.store import service_of
-from argosy_operator.kinds import Name
-from argosy_operator.observed.model_fetch import fetch_container
-from argosy_protocol.model_progress import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, percent, summary
-from argosy_protocol.owner_slots import OwnerTurns
-from argosy_resource.engine_address import PROGRESS_PORT
+from argosy_operator.names import Name
+from argosy_operator.pod import fetch_container
+from argosy_protocol.program.process import OwnerTurns
+from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, percent, summary
+from argosy_resource.engine_command import PROGRESS_PORT
 
 logger = logging.getLogger(__name__)
 

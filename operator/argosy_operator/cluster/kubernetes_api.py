@@ -22,12 +22,10 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.client import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
-from argosy_operator.cluster.api_server import ObjectList
-from argosy_operator.cluster.kept_fields import kept_fields
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import Kind, Object, kind_of
-from argosy_operator.names import FIELD_MANAGER
-from argosy_protocol import deep_json
+from argosy_operator.cluster.api import ApiError, ObjectList
+from argosy_operator.cluster.store import kept_fields
+from argosy_operator.names import FIELD_MANAGER, Kind, Object, kind_of
+from argosy_protocol import json_limits
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
@@ -315,7 +313,7 @@ class KubernetesApi:
     async def _request(self, method: str, path: str, **params: Any) -> Object:
         response = await self._answer(method, path, **params)
         with _translated(f"{method.upper()} {path}"):
-            found: Object = await response.json(loads=deep_json.loads)
+            found: Object = await response.json(loads=json_limits.loads)
         return found
 
     async def _answer(self, method: str, path: str, **params: Any) -> aiohttp.ClientResponse:
@@ -335,12 +333,12 @@ def read_list(text: bytes) -> Object:
         ValueError: it is no JSON object, or its items are no list.
     """
     try:
-        parts = deep_json.decode(_PARTS, text)
-        items = deep_json.decode(_ITEMS, parts.pop("items", _NONE))
+        parts = json_limits.decode(_PARTS, text)
+        items = json_limits.decode(_ITEMS, parts.pop("items", _NONE))
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
-    found: Object = {name: deep_json.loads(bytes(part)) for name, part in parts.items()}
-    return found | {"items": (deep_json.loads(bytes(item)) for item in items or ())}
+    found: Object = {name: json_limits.loads(bytes(part)) for name, part in parts.items()}
+    return found | {"items": (json_limits.loads(bytes(item)) for item in items or ())}
 
 
 def _object(value: Any) -> Object:
@@ -396,7 +394,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             if line:
-                event = deep_json.loads(line)
+                event = json_limits.loads(line)
                 if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
                     raise ValueError("an event without an object")
                 yield event

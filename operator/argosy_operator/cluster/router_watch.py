@@ -1,28 +1,35 @@
-"""Polls every router for the replicas that it sends requests to, and merges the reports.
+"""Polls every router for what it knows of replicas and of load, and merges the reports.
 
-Owns one long poll per router pod, and the merged view `Routers`. Must not know readiness gates. Invariants: a router
-counts as alive until it has not answered for GRACE seconds; the view is unknown until a router has answered, or none
-has for GRACE seconds, and no gate is changed on an unknown view.
+Owns the requests to routers' admin ports, with a key that each accepts, and two long polls per router pod. Must not
+know readiness gates, nor what follows from a load.
+
+    RouterWatch  to which replicas each router sends requests. A router counts as alive until it has not answered for
+                 GRACE seconds; the view is unknown until a router has answered, or none has for GRACE seconds, and no
+                 gate is changed on an unknown view
+    LoadWatch    load and figures of canaries. Without a service that scales nothing is asked; a router whose last
+                 report is older than FRESH makes the view incomplete, and one that is silent for UNREACHABLE does no
+                 more than that; a request that begins to be held is announced as soon as its router answers
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Struct, structs
 
-from argosy_operator.observed.observation import Routers
-from argosy_protocol.routable_report import RoutableReport, with_changes
+from argosy_operator.names import ROUTER_ADMIN_PORT
+from argosy_operator.observation import FleetLoad, Routers, ServiceLoad
+from argosy_protocol.fleet_keys import FleetKeys
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LoadReport, RoutableReport, with_changes
 
 logger = logging.getLogger(__name__)
 
-WAIT: Final = 25
-"""Seconds for which a router may hold its answer back while nothing changes."""
 GRACE: Final = 10.0
 """Seconds without an answer after which a router counts as dead. Covers a restart of its pod's container."""
 UNREACHABLE: Final = 60.0
@@ -31,15 +38,33 @@ more: a NetworkPolicy, say, keeps the operator from it, and neither comes back b
 UNSENT: Final = 60.0
 """Seconds for which no router sends requests to any replica of a service that routers know, after which that is told.
 Covers a restart of the only router, which connects to its replicas anew."""
-PAUSE: Final = 1.0
+ROUTABLE_WAIT: Final = 25
+"""Seconds for which a router may hold its answer back while nothing changes."""
+ROUTABLE_PAUSE: Final = 1.0
 """Seconds between two polls of one router, whether it has answered or not: bounds the work while a fleet starts."""
-
 WHOLE: Final = 300.0
 """Seconds after which a router is asked for a whole report again, as the operator lists everything again."""
+LOAD_WAIT: Final = 5
+"""Seconds for which a router may hold its answer back: the age of the figures that scaling is decided by."""
+FRESH: Final = 3.0 * LOAD_WAIT
+"""Seconds after which a report is out of date: two answers in a row are missing."""
+LOAD_PAUSE: Final = 0.2
+"""Seconds between two polls of one router that answers at once. Bounds the work when services begin to hold requests
+one after another, and the time until the operator knows of them."""
+RETRY: Final = 1.0
+"""Seconds until a router that did not answer is asked again."""
+ASK_TIMEOUT: Final = 2.0
+"""Seconds for which a removal of replicas waits to learn what their caches are worth."""
+ASK_PAUSE: Final = 1.0
+"""Seconds for which all removals share an answer. Each is the report of a whole fleet, and who may edit a service can
+have replicas removed as often as they like."""
+_FAILURES: Final = (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
 
-Fetch = Callable[[str, "int | None", str], Awaitable[RoutableReport]]
+RoutableFetch = Callable[[str, "int | None", str], Awaitable[RoutableReport]]
 """`fetch(pod address, last revision, its epoch)`: the router's next report; what has changed since that revision, if
 the router knows epochs."""
+LoadFetch = Callable[[str, "int | None"], Coroutine[Any, Any, LoadReport]]
+"""`fetch(pod address, last revision)`: the router's next load report; the present one if no revision is given."""
 
 
 class RouterPod(Struct, frozen=True, kw_only=True):
@@ -82,7 +107,7 @@ class _Peer:
 class RouterWatch:
     """Polls routers, and calls `on_change(keys of affected services, None for all)` when the merged view changes."""
 
-    def __init__(self, fetch: Fetch, on_change: Callable[[frozenset[str] | None], None]) -> None:
+    def __init__(self, fetch: RoutableFetch, on_change: Callable[[frozenset[str] | None], None]) -> None:
         self._fetch = fetch
         self._on_change = on_change
         self._peers: dict[str, _Peer] = {}
@@ -144,7 +169,7 @@ class RouterWatch:
                         "router %s does not answer: %s", peer.pod.name, error or type(error).__name__
                     )
                 self._refresh(None)
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(ROUTABLE_PAUSE)
                 continue
             if answer.base is None:
                 peer.whole_at = loop.time()
@@ -154,7 +179,7 @@ class RouterWatch:
                 before, peer.report, peer.failing_since = peer.report, report, None
                 self._silent.discard(peer.pod.uid)
                 self._refresh(_affected(before, report))
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(ROUTABLE_PAUSE)
 
     def _refresh(self, affected: frozenset[str] | None) -> None:
         """Merge the reports again, announce a change, and set a timer for the next end of a grace period."""
@@ -250,3 +275,174 @@ def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset
         return None
     changed = set(before.replicas) ^ set(after.replicas)
     return frozenset(replica.service for replica in changed)
+
+
+class _LoadPeer:
+    """One router being polled."""
+
+    def __init__(self, pod: RouterPod, now: float) -> None:
+        self.pod = pod
+        self.report: LoadReport | None = None
+        self.reported_at = now
+        """When it reported, or began to be asked."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class LoadWatch:
+    """Polls routers for their load, and calls `on_held(services)` when services begin to hold requests."""
+
+    def __init__(self, fetch: LoadFetch, on_held: Callable[[frozenset[str]], None]) -> None:
+        self._fetch = fetch
+        self._on_held = on_held
+        self._pods: dict[str, RouterPod] = {}
+        self._peers: dict[str, _LoadPeer] = {}
+        self._is_needed = False
+        self._merged: Mapping[str, ServiceLoad] = {}
+        self._merged_of: list[LoadReport] = []
+        """The reports that are merged."""
+        self._completeness = (True, True)
+        self._asked: tuple[float, asyncio.Task[Mapping[str, ServiceLoad]]] | None = None
+        """When all routers were asked last by `ask`, and their answers."""
+
+    def set_pods(self, pods: Iterable[RouterPod]) -> None:
+        """Set the router pods that run now."""
+        self._pods = {pod.uid: pod for pod in pods}
+        self._follow()
+
+    def set_needed(self, is_needed: bool) -> None:
+        """Set whether some service scales by load."""
+        self._is_needed = is_needed
+        self._follow()
+
+    def close(self) -> None:
+        """Stop polling."""
+        self.set_needed(False)
+
+    def view(self) -> Mapping[str, ServiceLoad]:
+        """The load of every service that some router has reported of late, by `namespace/name`. Merged once for each
+        report."""
+        now = asyncio.get_running_loop().time()
+        fresh = [
+            peer.report
+            for peer in self._peers.values()
+            if peer.report is not None and peer.reported_at >= now - FRESH
+        ]
+        silent = sum(peer.reported_at < now - UNREACHABLE for peer in self._peers.values())
+        missing = len(self._peers) - len(fresh)
+        completeness = (missing == 0, missing == silent)
+        is_known = self._completeness == completeness and len(fresh) == len(self._merged_of)
+        if not is_known or any(new is not old for new, old in zip(fresh, self._merged_of, strict=True)):
+            self._merged = FleetLoad(fresh, is_complete=missing == 0, is_settled=missing == silent)
+            self._merged_of, self._completeness = fresh, completeness
+        return self._merged
+
+    async def ask(self) -> Mapping[str, ServiceLoad]:
+        """Ask every router for its present report, for at most ASK_TIMEOUT; those that do not answer are left out. At
+        most once in ASK_PAUSE: a report may be so old."""
+        if not self._pods:
+            return {}  # not kept: one may come
+        now = asyncio.get_running_loop().time()
+        if self._asked is None or (self._asked[1].done() and now >= self._asked[0] + ASK_PAUSE):
+            self._asked = now, asyncio.create_task(self._ask(), name="loads")
+        return await asyncio.shield(self._asked[1])
+
+    async def _ask(self) -> Mapping[str, ServiceLoad]:
+        tasks = [asyncio.create_task(self._fetch(pod.address, None)) for pod in self._pods.values()]
+        if not tasks:
+            return {}
+        done, late = await asyncio.wait(tasks, timeout=ASK_TIMEOUT)
+        for task in late:
+            task.cancel()
+        reports = []
+        for task in done:
+            error = task.exception()
+            if error is None:
+                reports.append(task.result())
+            elif not isinstance(error, _FAILURES):
+                raise error
+        return FleetLoad(reports, is_complete=len(reports) == len(tasks))
+
+    def _follow(self) -> None:
+        """Poll the routers that are to be polled, and no other."""
+        wanted = self._pods if self._is_needed else {}
+        for uid in [uid for uid, peer in self._peers.items() if wanted.get(uid) != peer.pod]:
+            task = self._peers.pop(uid).task
+            if task is not None:
+                task.cancel()
+        for uid, pod in wanted.items():
+            if uid not in self._peers:
+                peer = self._peers[uid] = _LoadPeer(pod, asyncio.get_running_loop().time())
+                peer.task = asyncio.create_task(self._poll(peer), name=f"load of {pod.name}")
+
+    async def _poll(self, peer: _LoadPeer) -> None:
+        loop = asyncio.get_running_loop()
+        is_failing = False
+        while True:
+            seen = None if peer.report is None or is_failing else peer.report.revision
+            try:
+                report = await self._fetch(peer.pod.address, seen)
+            except _FAILURES as error:
+                if not is_failing:
+                    message = error or type(error).__name__
+                    logger.warning("router %s does not report its load: %s", peer.pod.name, message)
+                is_failing = True
+                await asyncio.sleep(RETRY)
+                continue
+            peer.report, peer.reported_at, is_failing = report, loop.time(), False
+            held = frozenset(service.service for service in report.services if service.held)
+            if held:
+                self._on_held(held)
+            await asyncio.sleep(LOAD_PAUSE)
+
+
+async def _get_as_admin(
+    session: aiohttp.ClientSession, url: str, keys: FleetKeys, timeout: aiohttp.ClientTimeout
+) -> bytes:
+    """GET `url` with the newest key, or with the next one where the router does not have that yet: while the fleet key
+    is rotated, either of the two may have it first.
+
+    With TLS the certificate is not verified, because it is for the name that clients use, not for a pod's address:
+    traffic is encrypted, and a pod is trusted because the API server lists it, as without TLS.
+
+    Raises:
+        aiohttp.ClientError: no answer, or none that is good; with status 401 if the router refuses every key.
+        TimeoutError: no answer in time.
+    """
+    *newer, oldest = keys.keys
+    for fleet_key in (*newer, oldest):
+        headers = {"Authorization": f"Bearer {internal_key(fleet_key, ADMIN_KEY_UID)}"}
+        async with session.get(url, headers=headers, timeout=timeout, ssl=False) as response:
+            if response.status == 401 and fleet_key != oldest:
+                continue
+            response.raise_for_status()
+            return await response.read()
+    raise AssertionError("the last key's answer was returned or raised")
+
+
+Report = TypeVar("Report")
+
+
+def http_fetch(
+    session: aiohttp.ClientSession,
+    keys: FleetKeys,
+    path: str,
+    report: type[Report],
+    *,
+    wait: int,
+    is_tls: bool,
+) -> Callable[..., Coroutine[Any, Any, Report]]:
+    """A function `fetch(pod address, last revision, its epoch)` that returns the next report at `path` of the router's
+    admin port, for which the router may hold its answer back for `wait` seconds; the present one if no revision is
+    given. With an epoch a router that knows it answers with the changes since that revision. It raises
+    aiohttp.ClientError, TimeoutError, OSError, or msgspec.MsgspecError for an answer that is no such report.
+    """
+    scheme = "https" if is_tls else "http"
+
+    async def fetch(address: str, seen: int | None, epoch: str = "") -> Report:
+        host = f"[{address}]" if ":" in address else address
+        query = "" if seen is None else f"?after={seen}&wait={wait}" + (f"&epoch={epoch}" if epoch else "")
+        timeout = aiohttp.ClientTimeout(total=5 if seen is None else wait + 5, connect=2)
+        url = f"{scheme}://{host}:{ROUTER_ADMIN_PORT}{path}{query}"
+        return msgspec.json.decode(await _get_as_admin(session, url, keys, timeout), type=report)
+
+    return fetch

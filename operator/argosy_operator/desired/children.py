@@ -1,39 +1,54 @@
 """The children that a service should have: a pure function of the resource and of what is observed.
 
-Owns Secret, Service, PodDisruptionBudget, Deployment and, while a change is tried, that of its canary; `engine_nodes`
-has those of replicas that span several nodes, and `rollout` decides how a change reaches the pods. Must not talk to an
-API server, look at a clock or remember anything. Invariant: equal inputs give an equal plan; in the end the plan equals
-what exists.
+Owns Secret, Service, PodDisruptionBudget, Deployment, that of a canary while a change is tried, and for replicas that
+span several nodes a StatefulSet of workers beside each leader; and why a valid service cannot be deployed in this
+cluster, by the settings of the operator. `rollout` decides how a change reaches the pods. Must not talk to an API
+server, look at a clock or remember anything. Invariants: equal inputs give an equal plan; in the end the plan equals
+what exists; a StatefulSet belongs to its leader's pod, with which Kubernetes deletes it; that of a leader which stops
+stays as it is until the leader is gone; the reason of a refusal names what to change, for the author of the resource
+and for the administrator.
+
+    a worker or the leader ends   the engines of the others end by themselves, the kubelets start all anew
+    a worker cannot go            its machine is lost, say, and a StatefulSet replaces no pod that is still there: the
+                                  leader is deleted, and the next one gets workers of its own
+    a leader cannot go            its workers are deleted, since its successor has others
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import xxhash
 from msgspec import Struct
 
-from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.blocked_surge import nudge
-from argosy_operator.desired.canary import key_of_trial
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.desired.engine_nodes import node_sets, node_template_problem
-from argosy_operator.desired.manifest_fields import Manifest
-from argosy_operator.desired.pinned_images import (
+from argosy_operator.config import ANY_ACCOUNT, OperatorConfig
+from argosy_operator.desired.pod_template import (
+    MASTER_ADDR_ENV,
+    Manifest,
+    cache_problem,
+    follows_keys,
+    key_secret_name,
+    node_labels,
+    node_template_problem,
+    pod_template,
+)
+from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, key_of_trial, nudge, plan_rollout
+from argosy_operator.desired.upgrades import (
     Images,
     held_annotations,
     pinned_images,
     replaced_revision,
     served_revision,
 )
-from argosy_operator.desired.pod_template import follows_keys, key_secret_name, pod_template
-from argosy_operator.desired.rollout import MIN_READY_SECONDS, RolloutPlan, plan_rollout
-from argosy_operator.kinds import DEPLOYMENTS
 from argosy_operator.names import (
     CANARY_TRACK,
+    DEPLOYMENTS,
+    FIELD_MANAGER,
+    LEADER_LABEL,
+    MANAGED_BY_LABEL,
     NUDGE_ANNOTATION,
     REVISION_LABEL,
     SERVED_ANNOTATION,
@@ -41,19 +56,25 @@ from argosy_operator.names import (
     canary_name,
     child_labels,
     child_name,
+    node_set_name,
 )
-from argosy_operator.observed.observation import Observation
-from argosy_operator.observed.pod import Problem
-from argosy_protocol.bearer_keys import internal_key, node_key
-from argosy_resource.engine_address import (
+from argosy_operator.observation import Observation
+from argosy_operator.pod import NodeTemplate, Pod, Problem, decode_node_template
+from argosy_protocol.headers import internal_key, node_key
+from argosy_resource.engine_arguments import argument_problems
+from argosy_resource.engine_command import (
     API_KEY_ENV,
     API_KEYS_FIELD,
+    COMPONENT_LABEL,
     ENGINE_PORT,
+    NODE_COMPONENT,
     NODE_KEY_ENV,
     SERVICE_LABEL,
+    claim_name,
     selector,
     service_label,
 )
+from argosy_resource.schema_types import is_own_secret
 from argosy_resource.types import API_VERSION, KIND, InferenceService
 
 
@@ -273,3 +294,152 @@ def _canary(
 
 def _nudged(time: str) -> dict[str, str]:
     return {NUDGE_ANNOTATION: time} if time else {}
+
+
+def node_sets(service: InferenceService, replicas: Iterable[Pod]) -> tuple[Manifest, ...]:
+    """The StatefulSets that are to be as described: those of leaders that live and have an address."""
+    found = []
+    for leader in replicas:
+        if not leader.is_alive or not leader.address:
+            continue
+        template = decode_node_template(leader.node_template)
+        if template is not None:
+            found.append(_node_set(service, leader, template))
+    return tuple(found)
+
+
+def kept_sets(service: InferenceService, replicas: Iterable[Pod], time: str) -> frozenset[str]:
+    """Names of the StatefulSets that must not be deleted: those of leaders that live, or stop in time."""
+    return frozenset(
+        node_set_name(service, leader.uid)
+        for leader in replicas
+        if not leader.is_finished and not leader.is_overdue(time)
+    )
+
+
+def broken_leaders(replicas: Iterable[Pod], time: str) -> tuple[Pod, ...]:
+    """The leaders to delete, because a worker of theirs cannot go, and so cannot be replaced."""
+    return tuple(
+        leader
+        for leader in replicas
+        if leader.is_alive and any(worker.is_overdue(time) for worker in leader.workers)
+    )
+
+
+def is_node_set(obj: Mapping[str, Any]) -> bool:
+    """Whether a StatefulSet is one of a leader's: its pod is the controller, and we wrote it."""
+    metadata = obj["metadata"]
+    labels = metadata.get("labels", {})
+    owners = metadata.get("ownerReferences", ())
+    return labels.get(MANAGED_BY_LABEL) == FIELD_MANAGER and any(
+        owner.get("controller") and owner.get("kind") == "Pod" and owner["uid"] == labels.get(LEADER_LABEL)
+        for owner in owners
+    )
+
+
+def _node_set(service: InferenceService, leader: Pod, wanted: NodeTemplate) -> Manifest:
+    own = {LEADER_LABEL: leader.uid}
+    metadata, spec = wanted.template["metadata"], wanted.template["spec"]
+    (worker,) = spec["containers"]
+    env = [*worker["env"], {"name": MASTER_ADDR_ENV, "value": leader.address}]
+    labels = {**metadata["labels"], **own, REVISION_LABEL: leader.revision}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {
+            "name": node_set_name(service, leader.uid),
+            "namespace": service.metadata.namespace,
+            "labels": {**node_labels(service), **own},
+            "ownerReferences": [
+                {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "name": leader.name,
+                    "uid": leader.uid,
+                    "controller": True,
+                    "blockOwnerDeletion": False,
+                }
+            ],
+        },
+        "spec": {
+            "replicas": wanted.workers,
+            "ordinals": {"start": 1},  # the rank of a node; the leader has 0
+            "podManagementPolicy": "Parallel",
+            "revisionHistoryLimit": 1,
+            "selector": {
+                "matchLabels": {
+                    COMPONENT_LABEL: NODE_COMPONENT,
+                    SERVICE_LABEL: service_label(service),
+                    **own,
+                }
+            },
+            "template": {
+                "metadata": {**metadata, "labels": labels},
+                "spec": {**spec, "containers": [{**worker, "env": env}]},
+            },
+        },
+    }
+
+
+def deployment_problem(service: InferenceService, config: OperatorConfig) -> Problem | None:
+    """Why the service's Deployment is not applied; None if it is."""
+    return (
+        _arguments_problem(service)
+        or _account_problem(service, config)
+        or _reserved_problem(service, config)
+        or cache_problem(service, config)
+    )
+
+
+def named_secrets(service: InferenceService) -> frozenset[str]:
+    """Secrets that the service's author has its pods get."""
+    model = service.spec.model
+    own = () if model.secret_ref is None else (model.secret_ref.name,)
+    return frozenset((*own, *service.spec.pod_template.spec.secrets))
+
+
+def _arguments_problem(service: InferenceService) -> Problem | None:
+    """What the rules of the CRD cannot tell of the engine's arguments, such as a number out of its bounds."""
+    problems = argument_problems(service.spec.engine.args, service.spec.engine.type)
+    return Problem("InvalidEngineArgs", f"spec.engine.args: {'; '.join(problems)}") if problems else None
+
+
+def _reserved_problem(service: InferenceService, config: OperatorConfig) -> Problem | None:
+    """Who may write an InferenceService chooses the engine's image, and so reads whatever its pods get. Those of the
+    installation are in the operator's namespace only. The CRD refuses most of the names; what was stored before it did
+    is refused here."""
+    is_home = service.metadata.namespace == config.namespace
+    own = {config.fleet_key_secret, config.router_keys_secret, *config.reserved_secrets} if is_home else set()
+    secrets = sorted(name for name in named_secrets(service) if name in own or is_own_secret(name))
+    claims = sorted(set(_named_claims(service)) & set(config.reserved_claims)) if is_home else []
+    named = [*(f"the Secret {name}" for name in secrets), *(f"the claim {name}" for name in claims)]
+    return reserved(named) if named else None
+
+
+def reserved(named: list[str]) -> Problem:
+    """The problem of a service that names these objects."""
+    return Problem(
+        "ObjectReserved",
+        f"{', '.join(named)}: has keys or data of Argosy, which no service may name; remove it from spec.podTemplate "
+        "or spec.model, or give an object of yours another name",
+    )
+
+
+def _named_claims(service: InferenceService) -> Iterator[str]:
+    yield from service.spec.pod_template.spec.claims
+    model = service.spec.model
+    for name in (claim_name(model.source), model.cache.claim_name if model.cache is not None else None):
+        if name is not None:
+            yield name
+
+
+def _account_problem(service: InferenceService, config: OperatorConfig) -> Problem | None:
+    """An account is a permission, which who may write an InferenceService need not have."""
+    account = service.spec.placement.service_account_name
+    if account is None or {account, ANY_ACCOUNT} & set(config.engine_service_accounts):
+        return None
+    return Problem(
+        "ServiceAccountNotAllowed",
+        f"spec.placement.serviceAccountName is {account!r}, which engines may not use in this cluster; leave it out, "
+        "or have the administrator add it to engine.serviceAccounts in the Helm chart",
+    )

@@ -1,6 +1,8 @@
 """The number of replicas that `spec.scaling` wants: a pure function of load, time and history.
 
-Owns the decision and the history that it needs. Must not ask routers, look at a clock or remember anything.
+Owns the decision and the history that it needs; and which replicas a Deployment gives up first when it is made smaller,
+those whose caches are worth least, with the annotation by which the ReplicaSet controller follows that (KEP-2255). Must
+not ask routers, look at a clock or remember anything.
 
     queuedTokens, concurrency, kvCacheUtilization   sum over the service / target
     ttftP90Seconds   replicas * p90 / target, at most twice as many and at most one for each sequence, once all replicas
@@ -15,7 +17,9 @@ a replica could serve, so that none is stopped while it starts.
 
 Invariants: the number is within the bounds; without a report of every router, and while a replica that serves is
 missing from the reports, nothing is removed but by a bound; a replica that was added for the load is kept for at least
-the scale-down window.
+the scale-down window; replicas that do not serve are left to the ReplicaSet controller, which removes them first; only
+replicas to be removed carry the annotation, so that as many pods are written as are removed, and it goes with them;
+without a report no pod is written, and Kubernetes chooses.
 """
 
 from __future__ import annotations
@@ -24,16 +28,16 @@ import datetime
 import functools
 import math
 import zoneinfo
-from collections.abc import Iterator, Set
-from typing import Final
+from collections.abc import Iterable, Iterator, Set
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from argosy_operator.observed.service_load import ServiceLoad
-from argosy_protocol.load_report import TTFT_WINDOW_S
-from argosy_resource.cron_schedule import is_between, passed_local_time
-from argosy_resource.scaling_spec import Scaling, ScalingMetrics, ScalingSchedule
+from argosy_operator.observation import ReplicaUse, ServiceLoad
+from argosy_operator.pod import DELETION_COST_ANNOTATION, Pod
+from argosy_protocol.reports import TTFT_WINDOW_S
+from argosy_resource.scaling import Scaling, ScalingMetrics, ScalingSchedule, is_between, passed_local_time
 
 INTERVAL: Final = 5.0
 """Seconds between two decisions. Load reports are as old. A request that is held has one made at once."""
@@ -334,3 +338,36 @@ def _pruned(scaling: Scaling, history: ScalingHistory, now: float) -> ScalingHis
     )
     kept = tuple(each for each in history.recommendations if each.time >= now - longest)
     return msgspec.structs.replace(history, recommendations=kept)
+
+
+_REMOVED_FIRST: Final = -1
+"""Pods without the annotation cost 0."""
+
+
+class CostChange(Struct, frozen=True):
+    """A pod's deletion cost is to change."""
+
+    pod: Pod
+    cost: int
+
+    @property
+    def patch(self) -> dict[str, Any]:
+        """Merge patch of the pod; a cost of 0 removes the annotation."""
+        value = str(self.cost) if self.cost else None
+        return {"metadata": {"uid": self.pod.uid, "annotations": {DELETION_COST_ANNOTATION: value}}}
+
+
+def cost_changes(pods: Iterable[Pod], load: ServiceLoad | None, removed: int) -> tuple[CostChange, ...]:
+    """The costs to write before a Deployment loses `removed` replicas."""
+    if load is None:
+        return ()
+    alive = [pod for pod in pods if pod.is_alive]
+    serving = [pod for pod in alive if pod.is_routable]
+    count = max(0, removed - (len(alive) - len(serving)))
+    unknown = ReplicaUse()
+    ranked = sorted(serving, key=lambda pod: pod.name)
+    ranked.sort(key=lambda pod: pod.created, reverse=True)  # of equals the newest, as Kubernetes does
+    ranked.sort(key=lambda pod: load.replicas.get(pod.uid, unknown).cache_value)
+    victims = {pod.uid for pod in ranked[:count]}
+    wanted = {pod.uid: _REMOVED_FIRST if pod.uid in victims else 0 for pod in alive}
+    return tuple(CostChange(pod, wanted[pod.uid]) for pod in alive if pod.deletion_cost != wanted[pod.uid])

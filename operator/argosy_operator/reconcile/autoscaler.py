@@ -1,11 +1,15 @@
 """Scales services by load: keeps each service's history, and has a service reconciled when its number changes.
 
-Owns the histories and the last decisions. Must not know how a number is decided (`desired.scaling`), nor write
-anything. Invariants: a history is lost with the process, and a new one begins with windows that hold still; the number
-that a decision starts from is the Deployment's, so that a restart of the operator changes nothing; a service that
-cannot be evaluated keeps its number, and holds up no other one, since its figures are its tenant's to choose; while a
-HorizontalPodAutoscaler scales a service, spec.replicas is its number, and nothing is decided here (`handover` says from
-when on).
+Owns the histories, the last decisions, and from when on the number of a HorizontalPodAutoscaler counts instead. Must
+not know how a number is decided (`desired.scaling`), nor write anything. Invariants: a history is lost with the
+process, and a new one begins with windows that hold still; the number that a decision starts from is the Deployment's,
+so that a restart of the operator changes nothing; a service that cannot be evaluated keeps its number, and holds up no
+other one, since its figures are its tenant's to choose.
+
+While spec.scaling decides, spec.replicas is not the number of replicas that there are, but an autoscaler takes it for
+that: it leaves it as it is when the load is at its target, raises it to no more than the double at once, and so writes
+numbers that it would not choose. Until a number counts spec.scaling goes on, so that some controller always decides;
+once it counts it does until the last autoscaler is removed, also in a new operator, which reads it in status.scaling.
 """
 
 from __future__ import annotations
@@ -16,22 +20,20 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from argosy_operator.cluster.store import Store
 from argosy_operator.desired.scaling import ScalingDecision, ScalingHistory, decide
-from argosy_operator.kinds import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, Object, object_name
-from argosy_operator.names import child_name
-from argosy_operator.observed.observation import is_owned
-from argosy_operator.observed.pod import own_pods
-from argosy_operator.observed.scaler import Scalers
-from argosy_operator.observed.service_load import ServiceLoad
-from argosy_operator.reconcile.handover import Handovers
-from argosy_resource.scaling_spec import Scaling
+from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, PODS, Name, Object, child_name, object_name
+from argosy_operator.observation import Scalers, ServiceLoad, is_owned
+from argosy_operator.pod import own_pods
+from argosy_operator.status.problems import SCALED_ELSEWHERE
+from argosy_resource.scaling import Scaling
 from argosy_resource.types import InferenceService, parse
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: Final = 8
+SERVICES_AT_ONCE: Final = 8
 """Services evaluated before others get the event loop."""
 
 
@@ -88,14 +90,15 @@ class Autoscaler:
                 self._try(obj, loads)
 
     def evaluate(self) -> Iterator[None]:
-        """Decide anew for every service, and announce those whose number changes. Yields every AT_ONCE services."""
+        """Decide anew for every service, and announce those whose number changes. Yields every few
+        (SERVICES_AT_ONCE)."""
         loads = self._loads()
         names: set[Name] = set()
         for obj in self._store.all(INFERENCE_SERVICES):
             if _is_scaled(obj):
                 names.add(object_name(obj))
                 self._try(obj, loads)
-                if len(names) % AT_ONCE == 0:
+                if len(names) % SERVICES_AT_ONCE == 0:
                     yield
         for gone in self.names - names:
             self._scaled.pop(gone, None)
@@ -214,3 +217,66 @@ def _has_scaling(obj: Object) -> bool:
 
 def _is_scaled(obj: Object) -> bool:
     return _has_scaling(obj) and not obj["metadata"].get("deletionTimestamp")
+
+
+class _Kept(Struct):
+    uid: str
+    replicas: int | None = None
+    """spec.replicas before the autoscaler came, or the last that was not zero; None if not seen."""
+    is_over: bool = False
+    """Whether the autoscaler's number counts."""
+
+
+class Handovers:
+    """The handovers of all services."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Name, _Kept] = {}
+
+    @property
+    def names(self) -> Set[Name]:
+        """The services of which something is kept."""
+        return self._kept.keys()
+
+    def forget(self, name: Name | None = None) -> None:
+        """Forget a service; all if None."""
+        if name is None:
+            self._kept.clear()
+        else:
+            self._kept.pop(name, None)
+
+    def is_over(self, service: InferenceService, scalers: Scalers, present: int | None) -> bool:
+        """Whether spec.replicas counts. `present` is the number of the Deployment, None without one."""
+        name = (service.metadata.namespace, service.metadata.name)
+        kept = self._kept.get(name)
+        if kept is None or kept.uid != service.metadata.uid:
+            kept = self._kept[name] = _Kept(service.metadata.uid)
+        if not scalers.names:
+            # What is not known for the moment goes on.
+            kept.is_over = not scalers.is_known and (kept.is_over or _was_over(service))
+            kept.replicas = service.spec.replicas
+        elif not kept.is_over:
+            kept.is_over = _begins_to_count(service, scalers, present, kept.replicas)
+            if service.spec.replicas:
+                kept.replicas = service.spec.replicas
+        return kept.is_over
+
+
+def _was_over(service: InferenceService) -> bool:
+    """Whether the operator before this one let the number count."""
+    status = service.status.scaling
+    return status is not None and status.reason == SCALED_ELSEWHERE
+
+
+def _begins_to_count(
+    service: InferenceService, scalers: Scalers, present: int | None, before: int | None
+) -> bool:
+    wanted = service.spec.replicas
+    if _was_over(service) or scalers.have_chosen:
+        return True
+    if wanted == 0:
+        # KEDA writes zero, and wakes the service. Any other autoscaler stops at a zero, which was somebody else's; a
+        # zero that was there before is only a number to start with.
+        return scalers.are_kedas and before != 0
+    loses_none = present is None or wanted >= present
+    return loses_none and scalers.are_active

@@ -1,8 +1,8 @@
 """The controller: events and timers queue keys, workers reconcile them.
 
-Owns the queue, the workers and when a resync is due. Must not know kopf (`process.event_source` hands events over), nor
-what reconciling a resource means, nor how a lease is taken, nor what a refused list means (`lister`). Invariants: no
-service is reconciled before everything was listed once in its namespace, and the fleet document keeps what it had of a
+Owns the queue, the workers and when a resync is due. Must not know kopf (`event_source` hands events over), nor what
+reconciling a resource means, nor how a lease is taken, nor what a refused list means (`lister`). Invariants: no service
+is reconciled before everything was listed once in its namespace, and the fleet document keeps what it had of a
 namespace whose services were not, so that one of a half-read cluster is never published; one worker per key; a lost
 event costs at most one resync period.
 """
@@ -18,20 +18,27 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.api import Api, ApiError, HistoryLost, OperatorError
 from argosy_operator.cluster.fetch_watch import AskProgress, FetchWatch, read_fetching_pod
-from argosy_operator.cluster.load_watch import LoadFetch, LoadWatch
-from argosy_operator.cluster.namespace_watch import NamespaceWatch
-from argosy_operator.cluster.router_watch import Fetch, RouterWatch, read_router_pod
-from argosy_operator.cluster.scaler_watch import ScalerWatch
+from argosy_operator.cluster.router_watch import (
+    LoadFetch,
+    LoadWatch,
+    RoutableFetch,
+    RouterWatch,
+    read_router_pod,
+)
 from argosy_operator.cluster.store import Store, service_of
+from argosy_operator.cluster.watches import NamespaceWatch, ScalerWatch
 from argosy_operator.config import OperatorConfig
+from argosy_operator.desired.rollout import has_canary_steps
 from argosy_operator.desired.scaling import INTERVAL
-from argosy_operator.errors import ApiError, HistoryLost, OperatorError
-from argosy_operator.kinds import (
+from argosy_operator.names import (
     BUDGETS,
     DEPLOYMENTS,
+    FIELD_MANAGER,
     INFERENCE_SERVICES,
+    MANAGED_BY_LABEL,
+    NAME_LABEL,
     PODS,
     SERVICES,
     STATEFUL_SETS,
@@ -40,18 +47,15 @@ from argosy_operator.kinds import (
     Object,
     object_name,
 )
-from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL
-from argosy_operator.observed.canary_steps import has_canary_steps
-from argosy_operator.observed.deployment import has_the_turn, serves
-from argosy_operator.reconcile.allowance import Allowance
+from argosy_operator.observation import has_the_turn, serves
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.leadership import FencedApi, Leadership
 from argosy_operator.reconcile.lister import Lister, with_kind
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
-from argosy_operator.reconcile.workqueue import WorkQueue
-from argosy_resource.engine_address import COMPONENT_LABEL, NODE_COMPONENT
+from argosy_operator.reconcile.workqueue import Allowance, WorkQueue
+from argosy_resource.engine_command import COMPONENT_LABEL, NODE_COMPONENT
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +115,7 @@ class Controller:
         api: Api,
         config: OperatorConfig,
         *,
-        fetch: Fetch,
+        fetch: RoutableFetch,
         fetch_load: LoadFetch,
         ask_progress: AskProgress,
         metrics: OperatorMetrics | None = None,
@@ -165,12 +169,10 @@ class Controller:
             config,
             metrics=self.metrics,
             now=now,
-            routers=lambda: self.routers.view,
-            fetches=lambda: self.fetches.view,
-            unpolled=lambda: self.fetches.unpolled,
+            routers=self.routers,
+            fetches=self.fetches,
+            loads=self.loads,
             autoscaler=self._autoscaler,
-            loads=self.loads.view,
-            ask_loads=self.loads.ask,
             is_known=self.lister.is_known,
             wake=self.queue.add,
             look_again=self.queue.add_after,

@@ -1,12 +1,11 @@
 """Publishes the fleet document: the ConfigMap that routers read.
 
 Owns when it is written, and what services have lost in it: names, canaries, room. Must not know how a resource appears
-in it (`argosy_resource.fleet_document`), nor who gets a name (`argosy_resource.name_claims`). Invariants: a document
-that did not change is not written; one that is written fits into a ConfigMap, whatever tenants have created; of a
-namespace whose services were not listed it keeps the entries that it had, so that a refused list takes no service from
-the routers, and of a service that cannot be read, since its replicas serve on; who had a name before is read from the
-last document, so that a restart forgets nothing of it; services for which it had no room keep their names while the
-operator runs.
+in it, nor who gets a name (`argosy_resource.fleet_document` has both). Invariants: a document that did not change is
+not written; one that is written fits into a ConfigMap, whatever tenants have created; of a namespace whose services
+were not listed it keeps the entries that it had, so that a refused list takes no service from the routers, and of a
+service that cannot be read, since its replicas serve on; who had a name before is read from the last document, so that
+a restart forgets nothing of it; services for which it had no room keep their names while the operator runs.
 """
 
 from __future__ import annotations
@@ -19,13 +18,21 @@ from typing import Final
 
 import msgspec
 
-from argosy_operator.cluster.api_server import Api
-from argosy_operator.cluster.kept_fields import oversize_problem
-from argosy_operator.cluster.store import Store
+from argosy_operator.cluster.api import Api
+from argosy_operator.cluster.store import Store, oversize_problem
 from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.drift import must_apply, with_applied_hash
-from argosy_operator.kinds import CONFIGMAPS, INFERENCE_SERVICES, Name, Object, object_name
-from argosy_operator.names import FLEET_CONFIGMAP, FLEET_KEY, NAME_LABEL, pod_owners
+from argosy_operator.desired.diff import must_apply, with_applied_hash
+from argosy_operator.names import (
+    CONFIGMAPS,
+    FLEET_CONFIGMAP,
+    FLEET_KEY,
+    INFERENCE_SERVICES,
+    NAME_LABEL,
+    Name,
+    Object,
+    object_name,
+    pod_owners,
+)
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_protocol.fleet import (
     FleetDocument,
@@ -33,10 +40,18 @@ from argosy_protocol.fleet import (
     decode_fleet,
     encode_fleet,
 )
-from argosy_protocol.model_progress import stage
-from argosy_resource.engine_address import COMPONENT_LABEL
-from argosy_resource.fleet_document import fleet_document, with_entries, within, without_canary
-from argosy_resource.name_claims import LostName, NamePolicy, seconds_until_next_end, settle_names
+from argosy_protocol.reports import stage
+from argosy_resource.engine_command import COMPONENT_LABEL
+from argosy_resource.fleet_document import (
+    LostName,
+    NamePolicy,
+    fleet_document,
+    seconds_until_next_end,
+    settle_names,
+    with_entries,
+    within,
+    without_canary,
+)
 from argosy_resource.types import Condition, InferenceService, parse
 
 logger = logging.getLogger(__name__)

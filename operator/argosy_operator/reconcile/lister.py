@@ -19,14 +19,13 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from argosy_operator.cluster.api_server import Api
+from argosy_operator.cluster.api import Api, ApiError
 from argosy_operator.cluster.store import Store
 from argosy_operator.config import OperatorConfig
-from argosy_operator.errors import ApiError
-from argosy_operator.kinds import INFERENCE_SERVICES, LEASES, PODS, Kind, Object
-from argosy_operator.reconcile.event_recorder import EventRecorder
+from argosy_operator.names import INFERENCE_SERVICES, LEASES, PODS, Kind, Object
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.status.events import Event
+from argosy_operator.reconcile.reporter import EventRecorder
+from argosy_operator.status.report import Event
 from argosy_resource.types import ObjectMeta
 
 logger = logging.getLogger(__name__)

@@ -1,78 +1,93 @@
 """Reconciles one InferenceService: observe, decide, act, report.
 
-Owns the order of these steps and what an error means for the status. Decisions are pure (`desired.diff`); when to
-reconcile is the controller's business. Invariants: level-based, so any step may fail or be repeated; one observation
-leads to one diff, and a second observation is for the report only; gates are set before anything else, and Deployments
-are applied after the Secret; StatefulSets, whose contents pods say, are applied last, so that one which is refused
-holds up nothing else, and what the pods call for is done though another child is refused; nothing is written that is
-already so; there is no state but the cluster's.
+Owns the order of these steps, what an error means for the status, and which services have a turn to roll out a change
+of the operator's own. Decisions are pure (`desired.diff`); when to reconcile is the controller's business. Invariants:
+level-based, so any step may fail or be repeated; an observation is taken without an await, so that all of it is of one
+moment, and leads to one diff, and a second one is for the report only; gates are set before anything else, and
+Deployments are applied after the Secret; StatefulSets, whose contents pods say, are applied last, so that one which is
+refused holds up nothing else, and what the pods call for is done though another child is refused; nothing is written
+that is already so; there is no state but the cluster's, except since when pods stop, as their own times are of another
+clock.
+
+Few services at a time have a turn (`OperatorConfig.max_concurrent_rollouts`); which one has to wait, `desired.upgrades`
+decides. An annotation of the Deployment records a turn and what became of it; `RolloutLock` covers the time from the
+decision to the write. A service whose Deployment is left alone keeps the annotation, but holds up no other one; nor
+does a Deployment that is no service's, such as one that was left behind when its service was deleted, or one that
+somebody else made for it. A turn that ends in no healthy service is not kept for ever. One that lacks room in the
+cluster counts no more after its deadline. One that is older than MAX_TURN_S has failed, whatever its Deployment says:
+nobody writes that of a service that is paused meanwhile, or refused by the API server. Of those that have failed as
+many count no more as may be had at once: one service that fails for reasons of its own holds up nobody, and a change
+that fails everywhere stops at twice that number. Invariant: no more services are given a turn than may have one,
+because a claim is made without an await after the observation that found one free, and is kept until it is known what
+became of the write. Who waits in which order, each reconcile tells again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 
-from argosy_operator.cluster.api_server import Api
-from argosy_operator.cluster.kept_fields import oversize_problem
-from argosy_operator.cluster.store import Store
-from argosy_operator.config import OperatorConfig
-from argosy_operator.desired.cached_condition import cached_patch
-from argosy_operator.desired.deletion_cost import CostChange, cost_changes
-from argosy_operator.desired.deployment_problem import deployment_problem
-from argosy_operator.desired.diff import ChildChange, Diff, GateChange, compute_diff
-from argosy_operator.desired.readiness_gate import gate_patch
-from argosy_operator.errors import ApiError, OperatorError
-from argosy_operator.kinds import (
+from argosy_operator.cluster.api import Api, ApiError, OperatorError
+from argosy_operator.cluster.fetch_watch import FetchWatch
+from argosy_operator.cluster.router_watch import LoadWatch, RouterWatch
+from argosy_operator.cluster.store import Store, oversize_problem, service_of
+from argosy_operator.config import OperatorConfig, RolloutShare
+from argosy_operator.desired.children import deployment_problem
+from argosy_operator.desired.diff import ChildChange, Diff, GateChange, cached_patch, compute_diff, gate_patch
+from argosy_operator.desired.scaling import CostChange, cost_changes
+from argosy_operator.names import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     PODS,
     STATEFUL_SETS,
+    TURN_ANNOTATION,
     Kind,
     Name,
+    Object,
+    child_name,
+    deployment_name,
     kind_of,
     object_name,
 )
-from argosy_operator.names import TURN_ANNOTATION, deployment_name
-from argosy_operator.observed.deployment import has_the_turn
-from argosy_operator.observed.elapsed import seconds_between
-from argosy_operator.observed.observation import Observation, Routers
-from argosy_operator.observed.pod import Pod, Problem
-from argosy_operator.observed.service_load import ServiceLoad
+from argosy_operator.observation import (
+    CHILD_KINDS,
+    Observation,
+    Scalers,
+    Turn,
+    controller_uid,
+    has_the_turn,
+    is_owned,
+    read_turn,
+)
+from argosy_operator.pod import Pod, Problem, min_time, own_pods, seconds_between, with_workers
 from argosy_operator.reconcile.autoscaler import Autoscaler
-from argosy_operator.reconcile.child_writer import ChildWriter
-from argosy_operator.reconcile.concurrent_steps import run_together
-from argosy_operator.reconcile.key_secrets import KeySecrets
+from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_operator.reconcile.named_secrets import NamedSecrets
-from argosy_operator.reconcile.observer import Observer
 from argosy_operator.reconcile.reporter import Reporter
-from argosy_operator.reconcile.rollout_lock import RolloutLock
-from argosy_operator.status.replica_problems import unmounted_pods
-from argosy_operator.status.scaling_status import scaling_status
-from argosy_protocol.model_progress import ModelProgress
-from argosy_resource.name_claims import LostName
+from argosy_operator.reconcile.workqueue import run_together
+from argosy_operator.status.problems import scaling_status, unmounted_pods
+from argosy_resource.fleet_document import LostName
 from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
 """HTTP statuses of refusals that do not go away by themselves, so a user should read of them."""
-
 PATIENCE_S: Final = 60.0
 """Seconds for which other failures of one service are not told, since most pass: the API server is busy, say. One that
 lasts does not: a webhook that does not answer refuses every change with 500."""
-
 _SURPLUS_AT_ONCE: Final = 16
 """Objects that one reconcile deletes. Who may create Services can label any number as a service's children, and other
 services wait for a worker meanwhile."""
 _LAG_S: Final = 1.0
 """Seconds until a service is looked at again whose objects the watch, or the API server, does not show yet as they are.
 Without a pause a worker would do nothing else meanwhile."""
-
+MAX_TURN_S: Final = 7200.0
+"""The longest that a turn holds up others. A service's own deadline may be a day."""
 _LEFT_OUT: Final = Problem(
     "FleetDocumentFull",
     "routers do not know this service: the document that tells them of all services is full, and this namespace takes "
@@ -98,12 +113,10 @@ class Reconciler:
         *,
         metrics: OperatorMetrics,
         now: Callable[[], str],
-        routers: Callable[[], Routers],
-        fetches: Callable[[], Mapping[str, ModelProgress]],
-        unpolled: Callable[[], Set[str]],
+        routers: RouterWatch,
+        fetches: FetchWatch,
+        loads: LoadWatch,
         autoscaler: Autoscaler,
-        loads: Callable[[], Mapping[str, ServiceLoad]],
-        ask_loads: Callable[[], Awaitable[Mapping[str, ServiceLoad]]],
         is_known: Callable[[str], bool],
         wake: Callable[[Name], None],
         look_again: Callable[[Name, float], None],
@@ -117,7 +130,7 @@ class Reconciler:
         self._is_known = is_known
         self._autoscaler = autoscaler
         self._look_again = look_again
-        self._ask_loads = ask_loads
+        self._loads = loads
         self.key_secrets = KeySecrets(api, metrics)
         self.named_secrets = NamedSecrets(api)
         self._turn = RolloutLock(
@@ -129,15 +142,7 @@ class Reconciler:
         """Whether a service is, and the version of it that says so."""
         self._failing: dict[Name, str] = {}
         """Since when the API server has carried out no change of a service's children (RFC 3339)."""
-        self._observer = Observer(
-            store,
-            self._turn,
-            routers=routers,
-            fetches=fetches,
-            unpolled=unpolled,
-            loads=loads,
-            now=now,
-        )
+        self._observer = Observer(store, self._turn, routers, fetches, loads, now=now)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
@@ -350,7 +355,7 @@ class Reconciler:
         self, service: InferenceService, observed: Observation, removed: int
     ) -> None:
         """Have the Deployment give up the replicas whose caches are worth least."""
-        loads = await self._ask_loads()
+        loads = await self._loads.ask()
         changes = cost_changes(observed.without_canary.pods, loads.get(service.key), removed)
         await run_together(partial(self._set_deletion_cost, service, change) for change in changes)
 
@@ -410,3 +415,230 @@ class Reconciler:
         is_newer = self._store.put(INFERENCE_SERVICES, live)
         self._look_again((metadata.namespace, metadata.name), 0.0 if is_newer else _LAG_S)
         return False
+
+
+class Observer:
+    """Observes single services."""
+
+    def __init__(
+        self,
+        store: Store,
+        turn: RolloutLock,
+        routers: RouterWatch,
+        fetches: FetchWatch,
+        loads: LoadWatch,
+        *,
+        now: Callable[[], str],
+    ) -> None:
+        self._store = store
+        self._turn = turn
+        self._routers = routers
+        self._fetches = fetches
+        self._loads = loads
+        self._now = now
+        self.began = now()
+        """When the operator began to lead."""
+        self._stopping: dict[Name, dict[str, str]] = {}
+        """When each pod that is terminating was first seen so, by service and UID."""
+
+    def observe(
+        self,
+        service: InferenceService,
+        lost_names: tuple[LostName, ...],
+        published: str,
+        scalers: Scalers,
+    ) -> Observation:
+        """Take an observation of the service, as of now."""
+        key = (service.metadata.namespace, service.metadata.name)
+        children = self._children(service, key)
+        pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
+        pods = self._with_their_ends(key, pods)
+        reports, unpolled = self._fetches.view, self._fetches.unpolled
+        deployment = children.get((DEPLOYMENTS, (service.metadata.namespace, child_name(service))))
+        return Observation(
+            deployment=deployment if deployment is not None and is_owned(deployment, service) else None,
+            children=children,
+            pods=pods,
+            routers=self._routers.view,
+            fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
+            unpolled_fetches=frozenset(pod.uid for pod in pods if pod.uid in unpolled),
+            lost_names=lost_names,
+            rolling_elsewhere=self._turn.holder(besides=key),
+            lacks_canary=self._lacks_canary(service),
+            published_canary=published,
+            load=self._loads.view().get(service.key) if service.spec.rollout.canary is not None else None,
+            scalers=scalers
+            if service.spec.scaling is not None
+            else Scalers(of_deployment=scalers.of_deployment),
+            began=self.began,
+            time=self._now(),
+        )
+
+    def forget(self, key: Name) -> None:
+        """Forget a service that is deleted."""
+        self._stopping.pop(key, None)
+
+    def _with_their_ends(self, key: Name, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
+        before, now = self._stopping.pop(key, {}), self._now()
+        stopping = {
+            each.uid: min_time(before.get(each.uid, now), now)
+            for pod in pods
+            for each in (pod, *pod.workers)
+            if each.is_terminating
+        }
+        if not stopping:
+            return pods
+        self._stopping[key] = stopping
+
+        def with_its_end(pod: Pod) -> Pod:
+            workers = tuple(map(with_its_end, pod.workers))
+            return structs.replace(pod, stopping_since=stopping.get(pod.uid, ""), workers=workers)
+
+        return tuple(map(with_its_end, pods))
+
+    def _children(self, service: InferenceService, key: Name) -> dict[tuple[Kind, Name], Object]:
+        """Children by label, and by name, because a child may have lost its label."""
+        found = {}
+        for kind in CHILD_KINDS:
+            named = self._store.get(kind, service.metadata.namespace, child_name(service))
+            for obj in (*self._store.children(kind, key), *([named] if named is not None else ())):
+                found[kind, object_name(obj)] = obj
+        return found
+
+    def _lacks_canary(self, service: InferenceService) -> bool:
+        canary = service.spec.router.canary
+        if canary is None:
+            return False
+        obj = self._store.get(INFERENCE_SERVICES, service.metadata.namespace, canary.service)
+        return obj is None or bool(obj["metadata"].get("deletionTimestamp"))
+
+
+class RolloutLock:
+    """Knows which services have a turn. Deployments that have one are marked in `store` (`has_the_turn`), and those of
+    services that have a ready replica are tallied (`serves`).
+    `wake(service)` has one that waits reconciled again; `is_left_alone(service)`: whether its Deployment is not applied
+    at present."""
+
+    def __init__(
+        self,
+        store: Store,
+        share: RolloutShare,
+        wake: Callable[[Name], None],
+        *,
+        now: Callable[[], str],
+        is_left_alone: Callable[[Name], bool],
+    ) -> None:
+        self._store = store
+        self._share = share
+        self._is_left_alone = is_left_alone
+        self._wake = wake
+        self._now = now
+        self._seen: dict[Name, tuple[str, str]] = {}
+        """When a turn began by its Deployment, which another operator's clock may have said, and when it was first
+        seen."""
+        self._claimed: set[Name] = set()
+        self._unclear: set[Name] = set()
+        """Those of which it is not known whether their Deployment says that they have a turn: the answer to the write
+        is missing, and the watch may lag behind."""
+        self._waiting: dict[Name, None] = {}
+        """Services that wait for a turn, and for nothing else, the one that began first at the front."""
+        self._woken: set[Name] = set()
+        """Those that were told of a free turn, until they are reconciled."""
+
+    def holder(self, *, besides: Name) -> str:
+        """If no turn is free: another service that has one, or is about to (`namespace/name`). Otherwise empty."""
+        if not self._claimed and not self._store.count_marked(DEPLOYMENTS):
+            return ""
+        holders, limit = self._holders(besides=besides), self._limit
+        return "/".join(holders[0]) if len(holders) >= limit else ""
+
+    @contextmanager
+    def claim(self, service: Name) -> Iterator[None]:
+        """Hold a turn for a service until its Deployment says that it has it, or could not be written. If that is not
+        clear, the turn is held until `note_read`."""
+        self._claimed.add(service)
+        try:
+            yield
+        except ApiError as error:
+            if error.is_unclear:
+                self._unclear.add(service)
+            raise
+        finally:
+            if service not in self._unclear:
+                self._claimed.discard(service)
+
+    def is_unclear(self, service: Name) -> bool:
+        """Whether it is not known if the service's Deployment says that it has a turn: it has to be read."""
+        return service in self._unclear
+
+    def note_read(self, service: Name) -> None:
+        """Note that the store has the service's Deployment as it is."""
+        self._unclear.discard(service)
+        self._claimed.discard(service)
+
+    def begin(self, service: Name) -> None:
+        """Note that a service is being reconciled: it tells anew whether it waits."""
+        self._woken.discard(service)
+
+    def wait(self, service: Name) -> None:
+        """Note that a service waits for a turn."""
+        self._waiting.setdefault(service)
+
+    def leave(self, service: Name) -> None:
+        """Note that a service waits for no turn, at least not for that alone."""
+        self._waiting.pop(service, None)
+
+    def wake_next(self) -> None:
+        """Have as many services reconciled as there are free turns."""
+        if not self._waiting:
+            return
+        self._woken = {each for each in self._woken if not self._is_left_alone(each)}
+        free = self._limit - len(self._woken) - len(self._holders())
+        for service in [*self._waiting]:
+            if free <= 0:
+                return
+            self._waiting.pop(service)
+            if not self._is_left_alone(service):
+                free -= 1
+                self._woken.add(service)
+                self._wake(service)
+
+    @property
+    def _limit(self) -> int:
+        """Services of which no replica is ready are left out: their namespace would have others change at once."""
+        return self._share.of(self._store.tally(DEPLOYMENTS))
+
+    def _holders(self, *, besides: Name | None = None) -> list[Name]:
+        """The services whose turn counts, those that have failed first."""
+        claimed = self._claimed - {each for each in self._unclear if self._is_left_alone(each)}
+        rolling, failed = dict.fromkeys(claimed), []
+        turns = list(self._turns())
+        self._seen = {service: self._times_of(service, turn) for service, turn in turns}
+        now = self._now()
+        for service, turn in turns:
+            has_passed = seconds_between(min_time(*self._seen[service]), now) >= MAX_TURN_S
+            if turn.state == "failed" or (has_passed and not turn.state):
+                failed.append(service)
+            elif not turn.state:
+                rolling.setdefault(service)
+        found = (*failed[self._limit :], *rolling)
+        return [each for each in found if each != besides]
+
+    def _times_of(self, service: Name, turn: Turn) -> tuple[str, str]:
+        known = self._seen.get(service)
+        seen = known[1] if known is not None and known[0] == turn.since else self._now()
+        return turn.since or seen, seen
+
+    def _turns(self) -> Iterator[tuple[Name, Turn]]:
+        for obj in self._store.marked(DEPLOYMENTS):
+            service, turn = service_of(obj), read_turn(obj)
+            owner = None if service is None else self._store.get(INFERENCE_SERVICES, *service)
+            if service is None or turn is None or owner is None or service in self._claimed:
+                continue
+            is_its_own = controller_uid(obj) == owner["metadata"]["uid"]
+            if (
+                is_its_own
+                and obj["metadata"]["name"] == deployment_name(service[1])
+                and not self._is_left_alone(service)
+            ):
+                yield service, turn

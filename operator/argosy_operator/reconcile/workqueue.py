@@ -1,23 +1,34 @@
-"""A rate-limited queue of keys to reconcile, after client-go's workqueue, whose owners take turns.
+"""How much is done at once, and how often: the queue of keys to reconcile, allowances, and steps that run together.
 
-Invariants: a key is queued at most once, and one worker at a time works on it; a key that fails is queued again with
-exponential back-off; an owner's keys, however many there are and however long each takes, delay another owner's by one
-of them while a worker is free, and those of one owner alone leave half of the workers free; one owner may have a worker
-of its own, which no others occupy, however many they are. Knows nothing of what a key stands for.
+Knows nothing of what a key stands for, or what a step does. Invariants:
+
+    WorkQueue     after client-go's, but owners of keys take turns. A key is queued at most once, and one worker at a
+                  time works on it; a key that fails is queued again with exponential back-off; an owner's keys, however
+                  many there are and however long each takes, delay another owner's by one of them while a worker is
+                  free, and those of one owner alone leave half of the workers free; one owner may have a worker of its
+                  own, which no others occupy, however many they are
+    Allowance     a token bucket, for what a tenant can cause at will: within any time t at most `burst` plus
+                  t / `interval` are taken
+    run_together  every step ends before the caller goes on, whether it succeeded or not, so that no write of a
+                  reconcile is under way when the next one observes; a reconcile has at most REQUESTS_AT_ONCE requests
+                  open
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-
+T = TypeVar("T")
 BACKOFF_BASE: Final = 0.25
 """Seconds after the first failure of a key; doubled with each further one."""
 BACKOFF_MAX: Final = 60.0
+REQUESTS_AT_ONCE: Final = 8
+"""Requests of one reconcile. With the workers' number (8) it bounds the requests of the process well below the
+client's 100 connections, for which a request would have to wait within its deadline."""
 
 
 class WorkQueue(Generic[Key]):
@@ -123,3 +134,52 @@ class WorkQueue(Generic[Key]):
             return self._preferred
         free = self._workers - len(self._busy) + self._taken[self._preferred]
         return next((owner for owner in self._waiting if self._taken[owner] < free), None)
+
+
+class Allowance:
+    """A token bucket, full at first. Times are a monotonic clock's.
+
+    Args:
+        burst: how many may be taken at once.
+        interval: seconds until one more may be.
+    """
+
+    def __init__(self, burst: float, interval: float, now: float) -> None:
+        self._burst = burst
+        self._interval = interval
+        self._left = burst
+        self._at = now
+
+    def wait(self, now: float, reserve: float = 0.0) -> float:
+        """Seconds until one may be taken that leaves `reserve` of them; 0 if it may be now."""
+        self._left = min(self._burst, self._left + (now - self._at) / self._interval)
+        self._at = now
+        return max(0.0, (1.0 + reserve - self._left) * self._interval)
+
+    def take(self) -> None:
+        """Take the one that `wait` allowed."""
+        self._left -= 1.0
+
+
+async def run_together(steps: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run all steps; return their results in the steps' order.
+
+    Raises:
+        Exception: what the first step, in the steps' order, that failed has raised, once all have ended.
+    """
+    pending = list(steps)
+    if len(pending) == 1:
+        return [await pending[0]()]
+    slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+    async def run(step: Callable[[], Awaitable[T]]) -> T:
+        async with slots:
+            return await step()
+
+    outcomes = await asyncio.gather(*map(run, pending), return_exceptions=True)
+    results = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results

@@ -1,50 +1,71 @@
 """The conditions of a service: what each of them means, and when it is true.
 
-Owns every condition's status, reason and message. Must not talk to an API server or look at a clock. Invariants: Ready
-means that the status is of this generation, every replica is updated, enough of them are routable and no old one is;
-with spec.scaling its lower bound says how many are enough, so that a step of it is no outage; a service of which the
-spec wants no replica is Ready with a reason of its own, as nothing is left to be done; whether one that was scaled to
-zero can serve is not known until a replica of its revision has;
-a message names the pod and what it waits for; equal inputs give equal conditions.
+Owns every condition's status, reason and message, and what the status says of a fetch and of a canary rollout. Must not
+talk to an API server, look at a clock or decide a canary's step.
 
     Ready          the summary: clients can use this generation of the service now
     Progressing    a change is being rolled out
     WorkloadReady  every replica wanted is updated and its containers are ready
-    ModelCached    the model is where the replicas can load it (`model_cached`)
+    ModelCached    the model is where the replicas can load it
     Routable       routers send requests to enough replicas
     Degraded       something needs a person
     Reconciling    as Progressing, in the terms of kstatus
     Stalled        nothing more happens until a person acts, in the terms of kstatus
+
+Of ModelCached the reasons are:
+
+    True     LocalSource     nothing has to be fetched; whether the model is there, the engine finds out
+    False    ClaimNotFound   the claim that is to be mounted does not exist
+    False    SourceNotFound  an engine has not found the model where it is to be mounted, or in the image
+    True     Cached          every replica that began to fetch has its model
+    False    Fetching        the least advanced of the fetches under way
+    False    StoreLocked     a replica waits for a process that has the store's lock and makes no progress
+    False    FetchFailed     the last attempt of a replica failed
+    Unknown  Pending         no replica has begun to fetch
+
+Invariants: Ready means that the status is of this generation, every replica is updated, enough of them are routable and
+no old one is; with spec.scaling its lower bound says how many are enough, so that a step of it is no outage; a service
+of which the spec wants no replica is Ready with a reason of its own, as nothing is left to be done; whether one that
+was scaled to zero can serve is not known until a replica of its revision has; a fetch counts as progress of a rollout
+for as long as a rollout may go without, counted from its last report that differed; a message names the pod and what it
+waits for; equal inputs give equal conditions; while a canary's step lasts, its message and figures are brought up to
+date twice a minute at most, and not at all if they are the same, so that a service at rest causes no write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Final
 
-from argosy_operator.desired.blocked_surge import BlockedSurge, Missing, patience
-from argosy_operator.desired.canary import ABORTED
-from argosy_operator.names import SERVED_ANNOTATION
-from argosy_operator.observed.pod import Problem
-from argosy_operator.status.condition_state import ConditionState
-from argosy_operator.status.model_cached import fetching, has_fetch_progress, model_cached, store_locked
-from argosy_operator.status.replica_problems import (
+import msgspec
+from msgspec import Struct
+
+from argosy_operator.desired.rollout import ABORTED, BlockedSurge, CanaryPlan, Missing, patience
+from argosy_operator.names import SERVED_ANNOTATION, annotations_of
+from argosy_operator.observation import Figures
+from argosy_operator.pod import ModelFetch, Pod, Problem, seconds_between
+from argosy_operator.status.problems import (
+    Counts,
+    ServiceView,
     container_problem,
     failed_create,
     failed_pod,
     lost_node,
+    missing_claim,
     problem_message,
+    router_problem,
+    scaling_problem,
     unmounted,
     unready_too_long,
     unschedulable,
     unschedulable_too_long,
     without_workers,
 )
-from argosy_operator.status.rollout_status import rollout_phase
-from argosy_operator.status.scaling_status import router_problem, scaling_problem
-from argosy_operator.status.service_view import Counts, ServiceView
-from argosy_resource.canary_spec import CanaryAction
-from argosy_resource.types import ConditionStatus, ConditionType
+from argosy_protocol.reports import WAITING, percent
+from argosy_resource.engine_command import claim_name, model_path
+from argosy_resource.rollout import CanaryAction, CanaryRollout, RolloutPhase, RolloutStatus, SideFigures
+from argosy_resource.types import ConditionStatus, ConditionType, InferenceService
 
 _UNTIL_SOMEBODY_ACTS: Final = (
     *("RolloutHalted", "ProgressDeadlineExceeded", "CanaryFailed", "WaitingForCapacity", "ChildContested"),
@@ -52,8 +73,6 @@ _UNTIL_SOMEBODY_ACTS: Final = (
 """Reasons of Progressing, if it is false, for which nothing more happens by itself."""
 _UNTRIED: Final = "no replica has served with the last change, and the next request shows whether it works"
 NO_ROUTER: Final = "no router answers; routers run in the operator's namespace"
-
-
 _MISSING: Final[Mapping[Missing, str]] = {
     "gpu": "no GPU is free for an additional replica",
     "room": "no node has room for an additional replica",
@@ -64,6 +83,28 @@ _FREED: Final[Mapping[Missing, str]] = {
     "room": "make room, or add a node",
     "quota": "raise the quota",
 }
+_MAX_COLUMN: Final = 48
+"""Characters of a fetch's progress in the column; more than any has."""
+_RETRYING: Final = "retrying"
+"""What the column says of a note, which the condition has: a column stays narrow."""
+_NOT_THERE: Final = ("is no directory", "has no config.json")
+"""The engine's words for a path without a model (`checkpoint.model_folder`)."""
+_LOCK_REMEDY: Final = (
+    "; look at the pods that use the volume: whoever can write to it can choose that name; another pod continues the "
+    "fetch of one that ends; if none of them fetches, the file system keeps the lock: restart what serves the volume, "
+    "or set spec.model.cache to another one"
+)
+UPDATE_SECONDS: Final = 30
+_UPDATED: Final = ("message", "canary", "stable", "time")
+_DIGITS: Final = 4
+
+
+class ConditionState(Struct, frozen=True):
+    """A condition without its times."""
+
+    status: ConditionStatus
+    reason: str
+    message: str = ""
 
 
 def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
@@ -144,7 +185,7 @@ def progressing(view: ServiceView) -> ConditionState:
         return _canary(view)
     deadline = view.deployment_condition("Progressing")
     # A fetch that goes on is no excuse if it ends with an eviction, and begins anew in the next pod.
-    is_excused = has_fetch_progress(view) and failed_pod(view) is None
+    is_excused = _has_fetch_progress(view) and failed_pod(view) is None
     if deadline.get("reason") == "ProgressDeadlineExceeded" and not is_excused:
         seconds = view.service.spec.rollout.progress_deadline_seconds
         return ConditionState("False", "ProgressDeadlineExceeded", f"no progress for {seconds} s: {so_far}")
@@ -206,7 +247,7 @@ def _canary(view: ServiceView) -> ConditionState:
     plan, canary = view.plan.rollout.canary, view.service.spec.rollout.canary
     assert plan is not None
     assert canary is not None
-    state, phase = plan.state, rollout_phase(plan)
+    state, phase = plan.state, _rollout_phase(plan)
     stray = _stray_action(canary.action, state.revision)
     if phase == "Failed":
         ended = "was taken back" if state.message == ABORTED else "failed as a canary"
@@ -360,7 +401,7 @@ def _problem(view: ServiceView) -> Problem | None:
 
 
 def _locked(view: ServiceView) -> Problem | None:
-    message = store_locked(view)
+    message = _store_locked(view)
     return Problem("ModelStoreLocked", message) if message else None
 
 
@@ -385,7 +426,7 @@ def _is_untried(view: ServiceView) -> bool:
     deployment = view.observed.deployment
     if deployment is None or view.service.spec.scaling is None:
         return False
-    return deployment["metadata"].get("annotations", {}).get(SERVED_ANNOTATION) != view.plan.revision
+    return annotations_of(deployment).get(SERVED_ANNOTATION) != view.plan.revision
 
 
 def _zero_reason(view: ServiceView) -> str:
@@ -440,3 +481,177 @@ def _lost_names_message(view: ServiceView) -> str:
 def _names(names: list[str], limit: int = 3) -> str:
     shown = ", ".join(sorted(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def model_cached(view: ServiceView) -> ConditionState:
+    if not view.fetches_model:
+        return _local_source(view)
+    fetches = _fetches(view)
+    for name, fetch in fetches:
+        if fetch.has_failed:
+            return ConditionState("False", "FetchFailed", f"pod {name}: {fetch.failure}")
+    locked = _store_locked(view)
+    if locked:
+        return ConditionState("False", "StoreLocked", locked)
+    under_way = fetching(view)
+    if under_way:
+        return ConditionState("False", "Fetching", under_way)
+    for _, fetch in fetches:
+        if fetch.state == "succeeded":
+            return ConditionState("True", "Cached", fetch.exit_message)
+    return ConditionState("Unknown", "Pending", "no pod has begun to fetch the model")
+
+
+def _local_source(view: ServiceView) -> ConditionState:
+    """The condition where nothing is fetched: False as soon as a replica has shown that the model is not there."""
+    source = view.service.spec.model.source
+    claim = claim_name(source)
+    planned = [pod for pod in view.judged_pods if pod.revision == view.plan.revision]
+    for pod in planned or view.judged_pods:
+        if claim is not None and missing_claim(claim) in pod.unschedulable:
+            return ConditionState("False", "ClaimNotFound", f"pod {pod.name}: {pod.unschedulable}")
+        if pod.problem is not None and _is_source_missing(pod.problem.message, model_path(source)):
+            told = problem_message(view, pod.problem)
+            return ConditionState("False", "SourceNotFound", f"pod {pod.name}: {told}")
+    return ConditionState(
+        "True",
+        "LocalSource",
+        "nothing has to be fetched: the model is part of the engine"
+        if source.startswith("builtin://")
+        else "nothing has to be fetched: replicas read the model from a volume, or from their image",
+    )
+
+
+def _is_source_missing(message: str, path: str) -> bool:
+    """Whether our engine's last line says that its model is not at this path; other engines have other words."""
+    return any(f": {path.rstrip('/')} {what}" in message for what in _NOT_THERE)
+
+
+def model_cache_column(view: ServiceView) -> str:
+    """The condition in a few words: `cached`, `failed`, or how far the fetch is; empty if there is none."""
+    reason = model_cached(view).reason
+    if reason == "Fetching":
+        text, has_note, _ = _slowest(view)[1].partition("; ")
+        return f"{text[:_MAX_COLUMN]}; {_RETRYING}" if has_note else text[:_MAX_COLUMN]
+    return {"Cached": "cached", "FetchFailed": "failed", "StoreLocked": "locked"}.get(reason, "")
+
+
+def _store_locked(view: ServiceView) -> str:
+    """The pod that waits for a store's lock whose holder makes no progress, who that is, and the remedy; empty if no
+    pod does."""
+    for name, fetch in _fetches(view):
+        if fetch.is_blocked:
+            return f"pod {name}: {fetch.summary}{_LOCK_REMEDY}"
+    return ""
+
+
+def fetching(view: ServiceView) -> str:
+    """The pod that is furthest from the end of its fetch, and how far it is; empty if no fetch is under way."""
+    name, text = _slowest(view)
+    return f"pod {name}: {text}" if name else ""
+
+
+def _has_fetch_progress(view: ServiceView) -> bool:
+    """Whether a replica that is not up yet fetches, or has fetched, its model, and that has moved on lately; or was not
+    asked yet by this operator, which may have been down for longer than a fetch may stand still."""
+    deadline = view.service.spec.rollout.progress_deadline_seconds
+    return any(
+        seconds_until_stuck(pod, view.now, deadline) > 0 or pod.uid in view.observed.unpolled_fetches
+        for pod in view.observed.pods
+        if pod.is_alive and not pod.is_up
+    )
+
+
+def seconds_until_stuck(pod: Pod, now: str, deadline: int) -> float:
+    """Seconds until the fetch of a pod has gone without progress for `deadline` seconds; 0 or less if it has, or if
+    there is none. A fetch that waits for another pod's has none as soon as that one is known to make none."""
+    fetch = pod.fetch
+    if fetch is None or fetch.has_failed or fetch.is_blocked:
+        return 0.0
+    if fetch.is_under_way and fetch.summary == WAITING:
+        return float(deadline)
+    try:
+        since = datetime.fromisoformat(now) - datetime.fromisoformat(fetch.last_probe_time)
+    except (ValueError, TypeError):  # it has not reported
+        return 0.0
+    return deadline - since.total_seconds()
+
+
+def _slowest(view: ServiceView) -> tuple[str, str]:
+    """Name and progress of the fetching pod with the smallest share; one without a share only if none has one."""
+    texts = [(name, fetch.summary or "fetching") for name, fetch in _fetches(view) if fetch.is_under_way]
+    shares = [(share, name, text) for name, text in texts if (share := percent(text)) is not None]
+    if shares:
+        _, name, text = min(shares)
+        return name, text
+    return min(texts, default=("", ""))
+
+
+def _fetches(view: ServiceView) -> list[tuple[str, ModelFetch]]:
+    """Fetches of living pods by name: of the wanted revision, or of others while it has none."""
+    alive = [pod for pod in view.observed.pods if pod.is_alive and pod.fetch is not None]
+    wanted = [pod for pod in alive if pod.revision == view.plan.revision]
+    pods = sorted(wanted or alive, key=lambda pod: pod.name)
+    return [(pod.name, pod.fetch) for pod in pods if pod.fetch is not None]
+
+
+def rollout_status(service: InferenceService, plan: CanaryPlan | None, now: str) -> RolloutStatus | None:
+    """The status at `now` (RFC 3339); None without a canary rollout."""
+    canary, before = service.spec.rollout.canary, service.status.rollout
+    if plan is None or canary is None:
+        return None
+    state = plan.state
+    phase = _rollout_phase(plan)
+    new = RolloutStatus(
+        phase=phase,
+        revision=state.revision,
+        stable_revision=plan.held if plan.is_uniform else "",
+        step=state.step + 1,
+        steps=len(canary.steps),
+        weight=state.weight,
+        window_seconds=_window(canary),
+        since=state.since,
+        message=plan.waits_for or state.message,
+        canary=_figures(plan.figures.canary),
+        stable=_figures(plan.figures.stable),
+        time=now,
+    )
+    if before is None or before.revision != new.revision:
+        return new
+    if phase in ("Promoting", "Failed") and before.phase == phase:
+        return msgspec.structs.replace(new, canary=before.canary, stable=before.stable, time=before.time)
+    kept = msgspec.structs.replace(new, **{name: getattr(before, name) for name in _UPDATED})
+    is_due = seconds_between(before.time, now) >= UPDATE_SECONDS
+    is_news = msgspec.structs.replace(new, time=before.time) != before
+    return new if kept != before or (is_due and is_news) else before
+
+
+def _rollout_phase(plan: CanaryPlan) -> RolloutPhase:
+    """The phase as the status names it."""
+    if plan.state.phase == "failed":
+        return "Failed"
+    if plan.state.phase == "promoting":
+        return "Promoting"
+    if plan.is_held:
+        return "Held"
+    return "Starting" if plan.is_starting else "Analyzing"
+
+
+def _window(canary: CanaryRollout) -> int:
+    return 300 if canary.analysis is None else canary.analysis.window_seconds
+
+
+def _figures(figures: Figures) -> SideFigures:
+    return SideFigures(
+        requests=figures.attempts,
+        error_rate=_rounded(figures.error_rate),
+        client_error_rate=_rounded(figures.client_error_rate),
+        ttft_p90_seconds=_rounded(figures.ttft_p90_s),
+        itl_p90_seconds=_rounded(figures.itl_p90_s),
+        cached_share=_rounded(figures.cached_share),
+        hit_ratio=_rounded(figures.hit_ratio),
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, _DIGITS)

@@ -6,7 +6,12 @@ that is itself a configuration class contributes its own fields, unless its flag
 environment variables, and defaults that depend on the device, by hand.
 
 Order of sources: command line, environment, file, default. The keys of a file are flag names, with `-` or `_`; a key
-without a flag is an error.
+without a flag is an error. A flag that takes JSON may be given by keys, as vLLM takes them:
+`--override-generation-config.temperature 0.5` for `{"temperature": 0.5}`. All keys of a flag become one JSON object,
+which wins over an object given as a whole.
+
+At the end are ranges that flags share with another user of them: with the custom resource, so that a manifest is
+accepted only with values that the engine accepts, too; and the origins that `--allowed-origins` takes.
 """
 
 from __future__ import annotations
@@ -24,8 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-
-from argosy_protocol.program.dotted_flags import MalformedKey, joined
+from msgspec import Meta
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -183,13 +187,13 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the command line and the file that it names. A field's value is None if neither gives one.
 
-        Flags may be spelt with `_` for `-`, and JSON be given by keys (`dotted_flags`), as in vLLM. An error ends
+        Flags may be spelt with `_` for `-`, and JSON be given by keys (`with_joined_keys`), as in vLLM. An error ends
         the process with exit code 2 and one line.
         """
         blank = {action.dest: None for action in self._actions}  # keeps argparse from filling in defaults
         given = [self._with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         try:
-            given = joined(given, self._flags_with_keys())
+            given = with_joined_keys(given, self._flags_with_keys())
         except MalformedKey as error:
             self.error(str(error))
         options, unknown = self.parse_known_args(given, argparse.Namespace(**blank))
@@ -523,6 +527,63 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
+class MalformedKey(Exception):
+    """A key without a value, or below a value; the message names the flag."""
+
+
+def with_joined_keys(words: Sequence[str], flags: Mapping[str, str]) -> list[str]:
+    """Return the words of a command line, those with keys as JSON at its end.
+
+    A key that ends with `+` takes a list, separated by commas. A value is JSON if it can be read so, else text.
+
+    Args:
+        flags: spellings of those that take keys, with their dashes -> the name to use.
+
+    Raises:
+        MalformedKey: a key has no value, or its path leads through a value.
+    """
+    left: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            left += [word, *rest]
+            break
+        name, equals, value = word.partition("=")
+        flag, dot, path = name.partition(".")
+        known = flags.get(flag.replace("_", "-"))
+        if not dot or known is None:
+            left.append(word)
+            continue
+        if not equals:
+            value = next(rest, "")
+            if not value:
+                raise MalformedKey(f"{name} needs a value")
+        read = value.split(",") if path.endswith("+") else _key_value(value)
+        _put_key(objects.setdefault(known, {}), path.removesuffix("+").split("."), read, name)
+    for flag, keys in objects.items():
+        left += [flag, json.dumps(keys)]
+    return left
+
+
+def _key_value(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _put_key(keys: dict[str, Any], path: Sequence[str], value: Any, name: str) -> None:
+    *outer, last = path
+    for part in outer:
+        keys = keys.setdefault(part, {})
+        if not isinstance(keys, dict):
+            raise MalformedKey(f"{name}: {part} has a value already")
+    if not last:
+        raise MalformedKey(f"{name} needs a key behind its dot")
+    keys[last] = value
+
+
 def _read_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
@@ -601,3 +662,33 @@ def _likeness(asked: list[str], known: list[str]) -> float:
     ratio = difflib.SequenceMatcher(None, "-".join(known), "-".join(asked)).ratio()
     left_out = (known[:index] + known[index + 1 :] for index in range(1, len(known)))
     return max(ratio, _MIN_LIKENESS) if asked in left_out else ratio
+
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@,A-Z\s\x7f-\U0010ffff]+")
+_OWN_PORT = re.compile(r"http://.*:80|https://.*:443")
+"""Browsers leave out the scheme's own port, and write names in other alphabets as `xn--...`."""
+
+
+def origins_problem(origins: Iterable[str]) -> str:
+    """Say which of the origins no browser would send, or return an empty string."""
+    for origin in origins:
+        if _ORIGIN.fullmatch(origin) is None or _OWN_PORT.fullmatch(origin) is not None:
+            return (
+                f"--allowed-origins: {origin[:128]!r} is no origin as browsers send it: write "
+                "scheme://host or scheme://host:port in small letters, without a path and without the port 80 of http "
+                'or 443 of https, or "*"'
+            )
+    return ""
+
+
+MaxModelLen = Annotated[int, Meta(ge=16, le=1 << 22)]
+"""In tokens. A chat template alone takes more than a few; four million exceeds every model."""
+BlockSize = Annotated[int, Meta(ge=1, le=256)]
+"""In tokens. Prefixes are shared in whole blocks, so larger blocks would share hardly anything."""
+MaxNumSeqs = Annotated[int, Meta(ge=1, le=4096)]
+"""In requests. The buffers of a step are allocated for this many."""
+MaxNumBatchedTokens = Annotated[int, Meta(ge=16, le=1 << 20)]
+"""In tokens. The buffers of a step are allocated for this many."""
+Threads = Annotated[int, Meta(ge=1, le=1024)]
+
+KvCacheBytes = Annotated[int, Meta(ge=1 << 16, le=1 << 46)]

@@ -1,34 +1,31 @@
-"""The admin port's HTTP application, for operators, probes and people.
+"""The admin port's HTTP application, for operators, probes and people; and the explanation of a routing decision.
 
-Owns: the admin routes. Must not know: the data plane's connections.
+Owns: the admin routes, and the report of a choice. Must not know: the data plane's connections.
 Invariants: with a fleet key, everything but `/health`, `/ready`, `/metrics` and the page's static files needs the admin
 key derived from it. Without one, these routes answer only to host names of this machine, which stops DNS rebinding by a
-web page. The playground requires what the main port requires.
+web page. The playground requires what the main port requires. Explaining changes nothing, neither the sequence counter
+nor the random generator, so the next request goes where the explanation says unless something happens in between.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import socket
-import ssl
+import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from importlib.resources import files
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import uvicorn
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from argosy_protocol.bearer_keys import KeyRing, internal_key
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -38,23 +35,22 @@ from argosy_protocol.errors import (
     PayloadTooLarge,
     Unauthorized,
 )
-from argosy_protocol.load_report import LOAD_PATH
-from argosy_protocol.routable_report import ADMIN_KEY_UID, REPORT_PATH
-from argosy_router.admin.connections import MAX_CONNECTIONS, AdminConnection, TlsServer
-from argosy_router.admin.explain import explain
-from argosy_router.admin.load_reports import LoadReports
-from argosy_router.admin.overview import Overviews
+from argosy_protocol.headers import KeyRing, internal_key
+from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH
+from argosy_router.admin.overview import LoadReports, Overviews
+from argosy_router.admin.playground_client import PlaygroundClient
+from argosy_router.fleet.candidates import Candidates, split_side
 from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import Replica
+from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request as RouterRequest
-from argosy_router.metrics.registry import CONTENT_TYPE, Metrics
-from argosy_router.prompts.prompt_hash import measure
-from argosy_router.proxy.accounting.outcome import CLIENT_GONE
+from argosy_router.metrics import CONTENT_TYPE, Metrics
+from argosy_router.policy import POLICIES
+from argosy_router.prefixes import Prompt, measure
+from argosy_router.proxy.accounting import CAPACITY, CLIENT_GONE, AttemptLog, RefusalLog
 from argosy_router.proxy.application import RouterApplication
-from argosy_router.proxy.downstream.playground_client import PlaygroundClient
-from argosy_router.proxy.request.call_decoding import SESSION_HEADER, prompt_of, session_of
-from argosy_router.proxy.request.examination import examine
-from argosy_router.proxy.request.model_names import find_service
-from argosy_router.proxy.upstream.attempt_log import CAPACITY, AttemptLog, RefusalLog
+from argosy_router.proxy.call import SESSION_HEADER, find_service, prompt_of, session_of
+from argosy_router.proxy.request_body import examine
 
 MAX_WAIT_S = 60.0
 MAX_EXPLAINED_BYTES = 4 * 1024 * 1024
@@ -339,55 +335,148 @@ def explain_body(fleet: Fleet, body: bytes, session: bytes) -> bytes:
     return msgspec.json.encode(explain(fleet, service, prompt, time.monotonic()))
 
 
-class AdminServer(uvicorn.Server):
-    """uvicorn in the router's event loop, without its signal handlers."""
+class CandidateReport(Struct, frozen=True, kw_only=True):
+    """One replica that could get the request."""
 
-    def __init__(self, app: Starlette, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` is the port's SSL context; None for plain HTTP."""
-        config = uvicorn.Config(
-            app,
-            http=partial(AdminConnection, silent={}),  # type: ignore[arg-type]
-            host=host,
-            port=port,
-            log_config=None,
-            ws="none",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            limit_concurrency=MAX_CONNECTIONS,
+    replica: str
+    state: str
+    hit_tokens: int
+    """Prompt tokens expected in its cache."""
+    hit_source: str
+    """`announced` by the replica, `expected` because the replica was sent the prefix, or `none`."""
+    terms: dict[str, float]
+    """The policy's figures, in seconds if the name ends in `_s`."""
+    cost_s: float
+    """Sum of the terms that are in seconds."""
+    queued_tokens: int
+    requests: int
+    kv_usage: float
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    is_measured: bool
+    """Whether the speed of its prefill was measured; else its peers' or a prior is assumed."""
+
+
+class ExcludedReport(Struct, frozen=True, kw_only=True):
+    """One replica that could not get the request."""
+
+    replica: str
+    state: str
+    reason: str
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """The whole choice."""
+
+    model: str
+    service: str
+    policy: str
+    prompt_tokens: int
+    prompt_chunks: int
+    replica: str | None
+    """The replica that the request would go to."""
+    reason: str
+    """Value of the `x-argosy-route` header, or why no replica is available."""
+    predicted_cached_tokens: int = 0
+    predicted_ttft_s: float | None = None
+    """None: the replica's speed was not measured yet."""
+    candidates: tuple[CandidateReport, ...] = ()
+    excluded: tuple[ExcludedReport, ...] = ()
+
+
+def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Explanation:
+    """Explain the choice for a request that would arrive now."""
+    policy = fleet.policy or service.spec.policy
+    rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
+    rng.setstate(fleet.rng.getstate())
+    tokens = service.lengths.tokens(prompt)
+    try:
+        candidates = service.candidates.below_limit(now, name=prompt.name)
+        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
+    except ApiError as error:
+        return Explanation(
+            model=service.spec.model,
+            service=service.spec.qualified_name,
+            policy=policy,
+            prompt_tokens=tokens,
+            prompt_chunks=len(prompt.hashes),
+            replica=None,
+            reason=error.message,
+            excluded=_excluded(service, prompt, (), now),
         )
-        config.load()
-        config.ssl = tls  # uvicorn's own context would never be reloaded
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    return Explanation(
+        model=service.spec.model,
+        service=service.spec.qualified_name,
+        policy=policy,
+        prompt_tokens=tokens,
+        prompt_chunks=len(prompt.hashes),
+        replica=choice.replica.name,
+        reason=choice.decision.reason,
+        predicted_cached_tokens=choice.decision.predicted_tokens,
+        predicted_ttft_s=choice.measured_ttft_s,
+        candidates=_candidates(service, prompt, candidates, policy),
+        excluded=_excluded(service, prompt, candidates.replicas, now),
+    )
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`. uvicorn's own method has no bound for handshakes, and a minute for each."""
-        config, loop = self.config, asyncio.get_running_loop()
-        await self.lifespan.startup()
 
-        def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = config.http_protocol_class(
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            )  # type: ignore[call-arg]
-            return made
+def _candidates(
+    service: Service, prompt: Prompt, candidates: Candidates, policy: str
+) -> tuple[CandidateReport, ...]:
+    request, length = service.route_request(prompt, candidates)
+    rows = POLICIES[policy].terms(request, candidates.loads)
+    reports = []
+    for position, (replica, terms) in enumerate(zip(candidates.replicas, rows, strict=True)):
+        hit = request.hits.get(position, 0)
+        source = "none"
+        if hit:
+            source = "announced" if service.is_announced(replica, prompt.hashes, length) else "expected"
+        load = replica.load
+        reports.append(
+            CandidateReport(
+                replica=replica.name,
+                state=replica.state,
+                hit_tokens=hit,
+                hit_source=source,
+                terms=terms,
+                cost_s=sum(value for name, value in terms.items() if name.endswith("_s")),
+                queued_tokens=load.queued_tokens,
+                requests=load.requests,
+                kv_usage=load.kv_usage,
+                prefill_tokens_per_s=load.prefill_tokens_per_s,
+                decode_step_s=load.decode_step_s,
+                is_measured=load.measured.prefill_tokens_per_s > 0.0,
+            )
+        )
+    return tuple(reports)
 
-        self.servers = [
-            await loop.create_server(protocol, sock=listening, backlog=config.backlog)
-            if config.ssl is None
-            else TlsServer(listening, config.backlog, config.ssl, protocol)
-            for listening in sockets or ()
-        ]
-        self.started = True
-        self.listening.set()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _excluded(
+    service: Service, prompt: Prompt, among: Collection[Replica], now: float
+) -> tuple[ExcludedReport, ...]:
+    return tuple(
+        ExcludedReport(
+            replica=replica.name, state=replica.state, reason=_why_not(service, prompt, replica, now)
+        )
+        for replica in sorted(service.replicas.values(), key=lambda replica: replica.name)
+        if replica not in among
+    )
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; valid once it listens."""
-        listening: socket.socket = self.servers[0].sockets[0]
-        host, port = listening.getsockname()[:2]
-        return host, port
+
+def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
+    side, name = split_side(prompt.name)
+    if not replica.serves(name):
+        return f"it does not have {name!r}"
+    if not replica.serves(side):
+        return "it is on the other side of the canary rollout"
+    if replica.is_draining or replica.has_announced_drain:
+        return "it is draining"
+    if not replica.is_routable:
+        return "its health check fails" if replica.link == "foreign" else "it has not been reached yet"
+    if not replica.health.admits(now):
+        return "its last requests failed; it is tried again soon"
+    if replica.health.is_suspect:
+        return "its engine core has not turned for a while"
+    if replica.health.is_in_cooldown(now):
+        return f"it said that it is full; it is asked again in {replica.health.cooldown_until - now:.1f} s"
+    limit = service.spec.limits.max_inflight_per_replica
+    return f"it has its limit of {limit} requests" if limit else "others are healthier"

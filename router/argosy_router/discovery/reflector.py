@@ -23,9 +23,8 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.client.exceptions import ApiException
 
-from argosy_protocol import deep_json
-from argosy_router.backoff import backoff_s
-from argosy_router.http.deadlines import in_turns
+from argosy_protocol import json_limits
+from argosy_router.http.deadlines import backoff_s, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +291,7 @@ class Reflector(Generic[T]):
 
     def _decoded(self, raw: msgspec.Raw) -> T:
         """Return what is kept of an object."""
-        item = deep_json.decode(self._decoder, raw)
+        item = json_limits.decode(self._decoder, raw)
         metadata = item.metadata
         if len(metadata.labels) > MAX_LABELS or len(metadata.owner_references) > MAX_OWNERS:
             metadata.labels, metadata.owner_references = {}, []
@@ -334,7 +333,7 @@ async def decoded_in_turns(decoder: msgspec.json.Decoder[S], text: bytes) -> S:
     """Decode a text. If it is too deep for the decoder it is cut first, in turns of the event loop."""
     with contextlib.suppress(RecursionError):
         return decoder.decode(text)
-    return decoder.decode(await in_turns(deep_json.cutting(text.decode())))
+    return decoder.decode(await in_turns(json_limits.cutting(text.decode())))
 
 
 async def _page(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

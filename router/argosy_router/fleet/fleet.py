@@ -17,23 +17,22 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from argosy_protocol.bearer_keys import internal_key
 from argosy_protocol.fleet import FleetDocument, FleetService, NameTable, resolve_names
 from argosy_protocol.fleet_keys import FleetKeys
-from argosy_protocol.routable_report import RoutableReport
+from argosy_protocol.headers import internal_key
+from argosy_protocol.reports import RoutableReport
 from argosy_router.config import DEFAULT_INDEX_MEMORY, UpstreamLimits
-from argosy_router.fleet.links.telemetry_budget import FleetTelemetryBudget, ServiceTelemetryBudget
-from argosy_router.fleet.links.telemetry_client import Reconnects, TelemetryClient
-from argosy_router.fleet.replica import Member, Replica
-from argosy_router.fleet.replica_key import ReplicaKey, ServiceKeys
+from argosy_router.fleet.replica import Member, Replica, ReplicaKey, ServiceKeys
 from argosy_router.fleet.service import Service
+from argosy_router.fleet.telemetry import (
+    FleetTelemetryBudget,
+    Reconnects,
+    ServiceTelemetryBudget,
+    TelemetryClient,
+)
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.pool import ConnectionPool
-from argosy_router.http.tls import UpstreamTls
-from argosy_router.http.upstream_errors import FirstByteTimeout
-from argosy_router.prefixes.index import SHARDS
-from argosy_router.prefixes.index_memory import shares
-from argosy_router.prefixes.replica_prefixes import ReplicaPrefixes
+from argosy_router.http.upstream import ConnectionPool, FirstByteTimeout, UpstreamTls
+from argosy_router.prefixes import SHARDS, ReplicaPrefixes, shares
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Fleet:
         self._by_name: dict[str, Service] = {}
         """Model name -> service, resolved by `names`."""
         self.permitted: dict[tuple[str, ...], list[tuple[str, Service]]] = {}
-        """What `model_names.names_for` has found since services or their names have changed, by a key's models."""
+        """What `proxy.call.names_for` has found since services or their names have changed, by a key's models."""
         self._applied = FleetSnapshot()
         self.fleet_revision = ""
         self.is_loaded = False

@@ -1,4 +1,4 @@
-"""One service: its replicas, its prefix index, and the choice of a replica.
+"""One service: its replicas, its prefix index, the choice of a replica, and its recent times to first token.
 
 Owns: calling the policy, and recording what a dispatch implies for the chosen replica's load and cache.
 Must not know: HTTP, discovery, telemetry frames.
@@ -7,24 +7,59 @@ Must not know: HTTP, discovery, telemetry frames.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from math import exp
 from typing import Final
 
 from argosy_protocol.fleet import FleetService
-from argosy_router.fleet.cache_value import hit_value
-from argosy_router.fleet.candidates import CandidatePool, Candidates
-from argosy_router.fleet.demand import Demand
-from argosy_router.fleet.health.ejection_limits import may_eject
-from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.replica_key import ServiceKeys
-from argosy_router.fleet.replica_load import ReplicaLoad
-from argosy_router.fleet.revision_sides import CANARY, STABLE, RevisionSides
-from argosy_router.policy import POLICIES, Decision, RouteRequest
-from argosy_router.policy.rate_priors import assumed
-from argosy_router.prefixes.index import PrefixIndex
-from argosy_router.prompts.prompt_hash import Prompt, PromptHasher
-from argosy_router.prompts.prompt_length_model import PromptLengthModel
+from argosy_protocol.reports import TTFT_BOUNDS_S, TTFT_WINDOW_S
+from argosy_router.fleet.candidates import CANARY, STABLE, CandidatePool, Candidates, RevisionSides
+from argosy_router.fleet.health import may_eject
+from argosy_router.fleet.replica import Replica, ReplicaLoad, ServiceKeys, hit_value
+from argosy_router.policy import POLICIES, Decision, RouteRequest, assumed
+from argosy_router.prefixes import PrefixIndex, Prompt, PromptHasher, PromptLengthModel
+
+SLICES: Final = 6
+"""The window moves in steps of a sixth, so that a burst leaves it within ten seconds of its age."""
+_SLICE_S: Final = TTFT_WINDOW_S / SLICES
+
+
+class Demand:
+    """Times to first token of one service in the last minute, as the operator's autoscaler needs them: counts by
+    bucket, in slices of a few seconds. Memory is bounded by the number of slices, whatever the number of requests."""
+
+    __slots__ = ("_slices", "held_until")
+
+    def __init__(self) -> None:
+        self._slices: dict[int, list[int]] = {}
+        """number of the slice -> answers per bucket"""
+        self.held_until = 0.0
+        """When requests were last held for want of a replica; earlier ones are not counted."""
+
+    def observe_ttft(self, seconds: float, started: float, now: float) -> None:
+        """Count an answer that began `seconds` after its request, which arrived at `started`."""
+        if started < self.held_until:
+            return
+        number = int(now / _SLICE_S)
+        counts = self._slices.get(number)
+        if counts is None:
+            self._forget(number)
+            counts = self._slices[number] = [0] * (len(TTFT_BOUNDS_S) + 1)
+        counts[bisect_left(TTFT_BOUNDS_S, seconds)] += 1
+
+    def ttft_counts(self, now: float) -> tuple[int, ...]:
+        """Answers of the window per bucket; empty if there were none."""
+        self._forget(int(now / _SLICE_S))
+        if not self._slices:
+            return ()
+        return tuple(sum(column) for column in zip(*self._slices.values(), strict=True))
+
+    def _forget(self, number: int) -> None:
+        """Drop the slices that have left the window when `number` is the current one."""
+        for past in [past for past in self._slices if past <= number - SLICES]:
+            del self._slices[past]
+
 
 RECENT_S: Final = 60.0
 """Time constant with which the weight of past work decays (half after some 40 s) in a replica's share of new
@@ -54,7 +89,7 @@ class Choice:
         """Prompt tokens that the replica computes before this request's first token, including its own."""
         self.predicted_ttft_s = predicted_ttft_s
         self.hit_value = hit_value
-        """Value of the expected hit, as `cache_value` defines it."""
+        """`hit_value` of the expected hit."""
 
     @property
     def measured_ttft_s(self) -> float | None:

@@ -1,5 +1,5 @@
 """Deadlines for thousands of connections: a timer wheel, where moving a deadline costs an attribute write; and turns,
-in which what befalls thousands of requests at once is done a few at a time.
+in which what befalls thousands of requests at once is done a few at a time; and pauses between attempts that fail.
 
 Owns: when a deadline fires, and when a step is done. Must not know: what they mean.
 Invariants: a deadline fires once, never early, and at most one tick late unless many pass at once, which fire in turns;
@@ -18,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from random import Random
+from typing import Final, TypeVar
 
 from argosy_protocol.json_limits import Steps
 
@@ -211,3 +212,12 @@ class TimerWheel:
         # time, past the buckets not yet visited.
         self._timer = None
         self._arm()
+
+
+_MAX_DOUBLINGS: Final = 16
+
+
+def backoff_s(doublings: int, base_s: float, cap_s: float, rng: Random) -> float:
+    """Return the pause in seconds before another attempt: the base, doubled so many times, up to the cap, and of that
+    half to all, so that it is never the same for all who wait."""
+    return min(cap_s, base_s * 2.0 ** min(doublings, _MAX_DOUBLINGS)) * rng.uniform(0.5, 1.0)

@@ -24,7 +24,7 @@ from argosy_protocol.errors import (
 )
 from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
 from argosy_router.config import ServerLimits
-from argosy_router.http.body_memory import BodyMemory
+from argosy_router.http.limits import BodyMemory
 from argosy_router.http.messages import Headers, Request
 
 _METHODS: Final = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS"))

@@ -1,19 +1,28 @@
-"""TLS contexts for the listener and for connections to replicas, reloaded when their files change.
+"""TLS of the listener: certificates that are reloaded when their files change, and handshakes within the connection
+limit.
 
-Owns: SSL contexts and their reload. Must not know: connections.
+Owns: the listener's SSL contexts and their reload, listening sockets, and connections from `accept` to the end of their
+handshakes. Must not know: HTTP.
 Invariants: an unusable file never replaces a usable one; connections keep the context they were made with, new ones
-get the latest; nothing older than TLS 1.2, no ALPN protocol but HTTP/1.1.
+get the latest; nothing older than TLS 1.2, no ALPN protocol but HTTP/1.1. Connections that never finish their handshake
+are bounded and displaced like those that never send a request (the event loop's own server reports a connection only
+after its handshake, and has no bound); a process that is out of descriptors pauses accepting and then resumes.
 """
 
-# Not compiled: runs when certificates change.
+# Not compiled: runs when certificates change and for each handshake, not for each request.
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from argosy_protocol.program.listen import listen
+from argosy_router.http.server_connection import ServerConnection, ServerState
+from argosy_router.http.upstream import UpstreamTls
 
 log = logging.getLogger(__name__)
 
@@ -67,47 +76,6 @@ class ServerTls:
         return context
 
 
-class UpstreamTls:
-    """How replicas' certificates are verified: by the authorities in `ca_certs`, else by the system's; not at all if
-    `verifies` is false.
-
-    Raises:
-        OSError: the file cannot be read (ssl.SSLError: it holds no certificate).
-    """
-
-    def __init__(self, ca_certs: Path | None = None, *, verifies: bool = True) -> None:
-        self._ca_certs = ca_certs
-        self._verifies = verifies
-        self.files = [] if ca_certs is None else [ca_certs]
-        self._context = None if ca_certs is None else self._load()
-
-    @property
-    def context(self) -> ssl.SSLContext:
-        """Context for new connections. The system's authorities are loaded on first use, which takes 0.1 s."""
-        if self._context is None:
-            self._context = self._load()
-        return self._context
-
-    def reload(self) -> None:
-        """Read the file again.
-
-        Raises:
-            OSError: as the constructor; the last good one stays in use.
-        """
-        self._context = self._load()
-
-    def _load(self) -> ssl.SSLContext:
-        if self._verifies:
-            context = ssl.create_default_context(cafile=self._ca_certs)
-        else:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        return context
-
-
 def _refuse_password() -> str:
     """Password callback that fails; without one OpenSSL would prompt on the terminal."""
     raise ssl.SSLError("the private key is encrypted: give one without a password")
@@ -145,3 +113,129 @@ def _file_stamp(path: Path) -> tuple[int, int, int]:
     except OSError:
         return (0, 0, 0)
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+ACCEPTS_PER_TURN = 64
+"""Connections accepted per turn of the event loop; an accept takes some 10 us."""
+PAUSE_S = 0.5
+"""Until the next try when descriptors ran out. The exact value matters little: other connections must end first."""
+
+
+class Acceptor:
+    """Accepts the connections of listening sockets. While descriptors have run out it pauses."""
+
+    def __init__(
+        self, sockets: Iterable[socket.socket], on_accepted: Callable[[socket.socket], None]
+    ) -> None:
+        """`on_accepted` is given each connection's socket, which does not block."""
+        self._sockets = tuple(sockets)
+        self._on_accepted = on_accepted
+        self._loop = asyncio.get_running_loop()
+        self._pauses: dict[int, asyncio.TimerHandle] = {}
+        for listening in self._sockets:
+            self._resume(listening)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for pause in self._pauses.values():
+            pause.cancel()
+        for listening in self._sockets:
+            if listening.fileno() >= 0:
+                self._loop.remove_reader(listening)
+                listening.close()
+
+    def _resume(self, listening: socket.socket) -> None:
+        self._pauses.pop(listening.fileno(), None)
+        self._loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("connections cannot be accepted: %s", error)
+                self._loop.remove_reader(listening)
+                self._pauses[listening.fileno()] = self._loop.call_later(PAUSE_S, self._resume, listening)
+                return
+            accepted.setblocking(False)
+            self._on_accepted(accepted)
+
+
+class TlsListener:
+    """A server's listening sockets."""
+
+    def __init__(
+        self, state: ServerState, context: Callable[[], ssl.SSLContext], host: str, port: int, backlog: int
+    ) -> None:
+        """`context` returns the SSL context for a new connection.
+
+        Raises:
+            CannotListen: an address is in use or does not belong to this machine.
+        """
+        self._state = state
+        self._context = context
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self.sockets = listen(host, port, backlog)
+        self._acceptor = Acceptor(self.sockets, self._on_accepted)
+
+    def close(self) -> None:
+        """Stop listening; handshakes go on."""
+        self._acceptor.close()
+
+    async def cut(self) -> None:
+        """Cancel all handshakes."""
+        handshakes = list(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        await asyncio.gather(*handshakes, return_exceptions=True)
+
+    def _on_accepted(self, accepted: socket.socket) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = TlsHandshake(self._state, accepted, self._context()).task
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+
+class TlsHandshake:
+    """One accepted connection, until its `ServerConnection` is made."""
+
+    def __init__(self, state: ServerState, accepted: socket.socket, context: ssl.SSLContext) -> None:
+        self._limits = state.limits
+        self._is_surplus_full = state.connection_limit.is_surplus_full
+        self._socket = accepted
+        self._connection = ServerConnection(state)
+        self._connection.count_against_limit(_peer(accepted), self.end)
+        self.task = asyncio.create_task(self._shake_hands(context), name="TLS handshake")
+        self.task.add_done_callback(self._ended)
+
+    def end(self) -> None:
+        """Cancel the handshake, and with it the connection."""
+        self.task.cancel()
+
+    async def _shake_hands(self, context: ssl.SSLContext) -> None:
+        try:
+            if self._connection.is_admitted or not self._is_surplus_full:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: self._connection,
+                    self._socket,
+                    ssl=context,
+                    ssl_handshake_timeout=self._limits.tls_handshake_timeout_s,
+                    ssl_shutdown_timeout=self._limits.linger_s,
+                )
+        except OSError as error:  # includes ssl.SSLError and the handshake timeout
+            log.debug("TLS handshake failed: %s", error)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        """Clean up after a handshake that failed or was cancelled, perhaps before it began."""
+        if not self._connection.is_made:
+            self._connection.on_handshake_failed()
+            self._socket.close()
+
+
+def _peer(accepted: socket.socket) -> object:
+    try:
+        return accepted.getpeername()
+    except OSError:  # gone already
+        return None

@@ -1,7 +1,3 @@
-"""Functions and classes that are written in C and in Python; a compiled router uses the C.
-
-Owns: the choice between the two. Both behave alike: `argosy_protocol.chunk_hash`, `native.chunk_tokens`,
-`native.ranking` and `prefixes.table` document them, and tests compare them.
-"""
+"""Hashing and the prefix index's table in C, with substitutes in Python, and the choice between the two."""
 
 # Not compiled: it has the substitutes of what is written in C.

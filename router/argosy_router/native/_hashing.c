@@ -1,5 +1,5 @@
-/* Chunk hashes as in `argosy_protocol.chunk_hash`, token estimates as in `estimate.py`, rendezvous ranking as in
-   `ranking.py`.
+/* Chunk hashes as in `argosy_protocol.chunk_hash`, token estimates and rendezvous ranking as in
+   `substitutes.py`.
 
    Results with an item per chunk are arrays (`array.array`), so that no Python integers are allocated. */
 

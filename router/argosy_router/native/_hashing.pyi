@@ -1,7 +1,7 @@
 from array import array
 from collections.abc import Iterable, Sequence
 
-from argosy_protocol.prompt_segments import Segment
+from argosy_protocol.chunk_hash import Segment
 
 def chunk_hashes(segments: Sequence[Segment], seed: int) -> array[int]: ...
 def chunk_tokens(sizes: Iterable[int], bytes_per_token: float) -> array[int]: ...

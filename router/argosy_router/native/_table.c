@@ -1,4 +1,4 @@
-/* Chunk table in flat memory: chunk hash -> the slots that hold the chunk. `prefixes/table.py` documents the methods, and
+/* Chunk table in flat memory: chunk hash -> the slots that hold the chunk. `substitutes.py` documents the methods, and
    `_shards.h` has the entries. */
 
 #define PY_SSIZE_T_CLEAN

@@ -15,9 +15,7 @@ import msgspec
 
 from argosy_protocol.errors import NO_REASON, ErrorReason
 from argosy_router.config import AccessFormat
-from argosy_router.metrics.definitions import ACCESS_LOG_DROPPED_LINES
-from argosy_router.metrics.series import Reading
-from argosy_router.observability.line_writer import LineWriter
+from argosy_router.observability.lines import LineWriter
 
 FLUSH_S = 0.2
 
@@ -94,10 +92,7 @@ class AccessLog:
         self._entries: list[AccessEntry] = []
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
-
-    def series(self) -> Reading:
-        """Return the metric of dropped lines."""
-        return ACCESS_LOG_DROPPED_LINES.value(lambda: self.dropped)
+        """Lines that were dropped because standard error was not read in time."""
 
     def write(self, entry: AccessEntry) -> None:
         """Add one entry."""

@@ -7,7 +7,20 @@ of all files add up to what was entered, except for what a crash loses within `F
 written, increments wait in memory and are merged per hour, key and model.
 
 A file holds one hour of one router: `2026-11-21T10Z.ROUTER.jsonl`, with a number before the suffix once the previous
-one has reached `MAX_FILE_BYTES`. Each line is an increment with a unique id, so that a file loaded twice is noticed.
+one has reached `MAX_FILE_BYTES`. Each line is an increment, as JSON:
+
+    id                  unique among all lines of all routers, so that a file loaded twice is noticed
+    router
+    hour                beginning of the hour in which the requests ended, as `2026-11-21T10:00:00Z`
+    key                 name of the API key; empty if keys have no names
+    model
+    requests            answers with usage
+    estimated_requests  streams without usage, for example because the client left: prompt tokens are estimated, sent
+                        tokens counted
+    unmetered_requests  other answers without usage, whose tokens are not known
+    prompt_tokens       the cached tokens included
+    cached_tokens
+    completion_tokens
 """
 
 from __future__ import annotations
@@ -21,10 +34,9 @@ from pathlib import Path
 
 import msgspec
 
-from argosy_router.metrics.definitions import USAGE_REQUESTS, USAGE_TOKENS, USAGE_WRITE_FAILURES
-from argosy_router.metrics.series import PREFIX, Labels, Reading
-from argosy_router.observability.append_file import AppendFile, flush_until_cancelled
-from argosy_router.observability.usage_line import UsageLine
+from argosy_router.metric_series import PREFIX, Labels, Reading
+from argosy_router.metrics import USAGE_REQUESTS, USAGE_TOKENS, USAGE_WRITE_FAILURES
+from argosy_router.observability.lines import AppendFile, flush_until_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -181,19 +193,19 @@ class UsageLedger:
                 kept[account] = sums
 
     def _line(self, hour: int, account: _Account, sums: _Sums) -> bytes:
-        line = UsageLine(
-            id=next(self._ids),
-            router=self._router,
-            hour=time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(hour * _HOUR_S)),
-            key=account[0],
-            model=account[1],
-            requests=sums.requests,
-            estimated_requests=sums.estimated_requests,
-            unmetered_requests=sums.unmetered_requests,
-            prompt_tokens=sums.prompt_tokens,
-            cached_tokens=sums.cached_tokens,
-            completion_tokens=sums.completion_tokens,
-        )
+        line = {
+            "id": next(self._ids),
+            "router": self._router,
+            "hour": time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(hour * _HOUR_S)),
+            "key": account[0],
+            "model": account[1],
+            "requests": sums.requests,
+            "estimated_requests": sums.estimated_requests,
+            "unmetered_requests": sums.unmetered_requests,
+            "prompt_tokens": sums.prompt_tokens,
+            "cached_tokens": sums.cached_tokens,
+            "completion_tokens": sums.completion_tokens,
+        }
         return msgspec.json.encode(line) + b"\n"
 
 

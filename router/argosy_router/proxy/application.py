@@ -1,6 +1,6 @@
-"""The routes of the main port, and which of them need an API key (`auth.key_table` refuses requests without one).
+"""The routes of the main port, and which of them need an API key (`auth.api_keys` refuses requests without one).
 
-Owns: which path answers what, and to whom.
+Owns: which path answers what, and to whom; how many requests of batches are in flight.
 Must not know: HTTP framing, how a generation request is handled.
 Invariant: deny by default: if there are keys, only `/health`, `/ping`, `/ready` and `/version` answer without one, and
 a browser that asks whether a page of an allowed origin may send a request.
@@ -12,56 +12,61 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import parse_qs, unquote
 
 import msgspec
 
 from argosy_protocol import __version__
+from argosy_protocol.api_descriptions import (
+    ANTHROPIC_HEADER,
+    CODEX_QUERY,
+    document_page,
+    encoded_model,
+    encoded_models,
+)
 from argosy_protocol.batch_program import (
     ACCOUNT,
     ACCOUNT_GONE,
     BACKGROUND_PRIORITY,
+    NO_ROOM,
     ROOM_PATH,
     RoomReport,
     account_name,
 )
-from argosy_protocol.bearer_keys import KeyRing
 from argosy_protocol.errors import ApiError, BadRequest, Forbidden, NotFound, TooManyRequests
-from argosy_protocol.model_lists import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
+from argosy_protocol.headers import KeyRing
 from argosy_protocol.openai import ModelCard
-from argosy_protocol.openapi_document import document_page
-from argosy_protocol.response_object import compaction_not_supported
-from argosy_router.auth.accounts import ANONYMOUS, Account
-from argosy_router.auth.key_table import KeyTable
+from argosy_protocol.responses import compaction_not_supported
+from argosy_router.auth.accounts import ANONYMOUS, Account, RateLimited
+from argosy_router.auth.api_keys import KeyTable
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.service import Service
-from argosy_router.http.cross_origin import CrossOrigin
-from argosy_router.http.messages import Request
-from argosy_router.http.server_interface import Client
-from argosy_router.metrics.registry import CONTENT_TYPE
-from argosy_router.proxy.accounting.request_accounting import RequestAccounting
-from argosy_router.proxy.background_load import BackgroundLoad
-from argosy_router.proxy.downstream.api_shape import error_body, id_headers
-from argosy_router.proxy.downstream.error_headers import error_headers
-from argosy_router.proxy.downstream.model_renaming import RenamingClient
-from argosy_router.proxy.request.call import Call
-from argosy_router.proxy.request.call_decoding import (
+from argosy_router.flow_control import FlowController
+from argosy_router.http.messages import Client, CrossOrigin, Request
+from argosy_router.metrics import CONTENT_TYPE
+from argosy_router.proxy.accounting import RequestAccounting
+from argosy_router.proxy.answer import error_body, error_headers, id_headers
+from argosy_router.proxy.call import (
+    Call,
     CallDraft,
     decode_call,
+    is_large,
+    may_use,
+    names_for,
     no_route,
+    no_such_model,
+    request_id_for,
     require_json,
     require_method,
+    unknown_model,
 )
-from argosy_router.proxy.request.examination import RoutedEndpoint
-from argosy_router.proxy.request.large_bodies import LARGE_BODY_BYTES, LargeBodies, is_large
-from argosy_router.proxy.request.model_names import may_use, names_for, no_such_model, unknown_model
-from argosy_router.proxy.request.request_id import request_id_for
+from argosy_router.proxy.large_bodies import LargeBodies
+from argosy_router.proxy.request_body import LARGE_BODY_BYTES, RoutedEndpoint
 from argosy_router.proxy.request_handler import RequestHandler
-from argosy_router.proxy.response_routes import ResponseRoutes
-from argosy_router.proxy.stored_routes import StoredRoutes
-from argosy_router.ratelimit.key_limits import RateLimited
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Trace, Tracer
@@ -102,6 +107,73 @@ _ENDPOINTS: dict[bytes, RoutedEndpoint] = {
     b"/tokenize": "tokenize",
     b"/detokenize": "detokenize",
 }
+
+
+class BackgroundLoad:
+    """Counts the requests of batches of one router, so that interactive requests find capacity. They have no more than
+    `share` of what a service's replicas can take, one at least, and no further one is taken while an interactive
+    request is queued for the service. They also have the lowest priority in the queue, and in engines that schedule by
+    priority."""
+
+    def __init__(
+        self, flow_control: FlowController, share: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`share` is of what a service's replicas can take, from 0 to 1."""
+        self._flow_control = flow_control
+        self._share = share
+        self._now = now
+        self._running: Counter[Service] = Counter()
+
+    @property
+    def inflight(self) -> int:
+        """Requests of batches in flight."""
+        return self._running.total()
+
+    def room(self, service: Service) -> int:
+        """How many more requests of batches for a service are taken now."""
+        running = self._running.get(service, 0)
+        room = self._flow_control.background_room(service, self._now(), running, self._share)
+        return max(room, 0 if running else 1)
+
+    def begin(self, service: Service) -> None:
+        """Count a request, until `end`.
+
+        Raises:
+            TooManyRequests: there is no room for it.
+        """
+        if self.room(service) <= 0:
+            raise TooManyRequests(
+                "the service has no room for further requests of batches", code=NO_ROOM, retry_after_s=1.0
+            )
+        self._running[service] += 1
+
+    def end(self, service: Service) -> None:
+        """Note the end of a request."""
+        self._running[service] -= 1
+        if not self._running[service]:
+            del self._running[service]
+
+
+class StorageRoutes(Protocol):
+    """Answers requests for files and batches, or for stored responses. Such routes import the proxy."""
+
+    def on_head(self, request: Request, account: Account) -> bool:
+        """Look at the head of a request for one of these routes; return whether its body will be used. May give the
+        request a sink.
+
+        Raises:
+            ApiError: the request is refused before its body is read.
+        """
+        ...
+
+    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+        """Answer now, or later: attach a listener to the client first.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        ...
+
 
 Responder = Callable[[], tuple[int, bytes, bytes]]
 """Returns status, header lines and body."""
@@ -158,9 +230,9 @@ class RouterApplication:
         self.is_draining = False
         self.document: Callable[[], bytes] | None = None
         """Returns the OpenAPI document of the main port."""
-        self.stored: StoredRoutes | None = None
+        self.stored: StorageRoutes | None = None
         """Answers the routes of files and batches; None without `argosy batch`."""
-        self.responses: ResponseRoutes | None = None
+        self.responses: StorageRoutes | None = None
         """Answers requests for responses; None if the router stores none, and only routes their creation."""
         self._public: dict[bytes, Responder] = {
             b"/health": lambda: (200, _JSON, b"{}"),
@@ -206,7 +278,7 @@ class RouterApplication:
         if request.path == _MODELS or request.path.startswith(_MODEL_PREFIX):
             self._charge(request, account)
         if self.responses is not None and _is_response(request.path):
-            return self.responses.is_body_used(request)
+            return self.responses.on_head(request, account)
         return is_generation
 
     def _behind_batch(self, request: Request) -> Account | None:
@@ -368,7 +440,7 @@ class RouterApplication:
             return lambda: self._own_metrics(account)
         raise no_route(request)
 
-    def _stored_routes(self) -> StoredRoutes:
+    def _stored_routes(self) -> StorageRoutes:
         if self.stored is None:
             raise NotFound("this router keeps no files and batches; start it with --batch-url")
         return self.stored
@@ -405,39 +477,11 @@ class RouterApplication:
         response_id: bytes = b"",
     ) -> None:
         started = self._requests.now()
-        self._decode(
-            client,
-            request,
-            endpoint,
-            request_id,
-            account,
-            response_id,
-            lambda call: self._handle(client, request, endpoint, call, started),
-        )
 
-    def _handle(
-        self,
-        client: Client,
-        request: Request,
-        endpoint: RoutedEndpoint,
-        call: Call,
-        started: float,
-    ) -> None:
-        if request.is_background:
-            call.priority = max(call.priority, BACKGROUND_PRIORITY)
-            try:
-                client = self._background.begin(client, call.service)
-            except TooManyRequests as refusal:  # no fault of the account's
-                if call.is_charged:
-                    call.account.return_request()
-                self.refuse(client, call.request_id, refusal, request.path)
-                return
-        request.body = b""  # the call has it, perhaps rewritten: one copy is enough
-        if call.renaming is not None:
-            client = RenamingClient(
-                client, call.renaming, has_own_fields=endpoint in ("messages", "responses")
-            )
-        self._requests.handle(client, call, started)
+        def handle(call: Call) -> None:
+            self._handle(client, request, call, started)
+
+        self._decode(client, request, endpoint, request_id, account, response_id, handle)
 
     def _decode(
         self,
@@ -449,37 +493,22 @@ class RouterApplication:
         response_id: bytes,
         on_call: Callable[[Call], None],
     ) -> None:
-        """Decode a request and pass the call on: now, or later if another process reads the body.
+        """Decode a request and pass the call on: now, or later if another process reads the body, unless its client is
+        lost by then.
 
         Raises:
             ApiError: the request is refused; later the client is told.
         """
-        if is_large(request.body, account, self._requests.now()):
-            self._decode_later(client, request, endpoint, request_id, account, response_id, on_call)
-            return
-        trace = self._begin_trace(request, endpoint)
-        call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
-        call.trace = trace
-        on_call(call)
-
-    def _decode_later(
-        self,
-        client: Client,
-        request: Request,
-        endpoint: RoutedEndpoint,
-        request_id: bytes,
-        account: Account,
-        response_id: bytes,
-        on_call: Callable[[Call], None],
-    ) -> None:
-        """Have another process read a large body, and pass the call on later, unless its client is lost or it is
-        refused.
-
-        Raises:
-            ApiError: the head does not go with a body.
-        """
+        is_now = not is_large(request.body, account, self._requests.now())
         require_json(request)
-        trace = self._begin_trace(request, endpoint)
+        trace: Trace | None = None
+        if self._tracer is not None:
+            trace, request.headers = self._tracer.begin(request.headers, endpoint)
+        if is_now:
+            call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
+            call.trace = trace
+            on_call(call)
+            return
 
         def done(call: Call) -> None:
             call.trace = trace
@@ -502,12 +531,20 @@ class RouterApplication:
             on_refused=refused,
         )
 
-    def _begin_trace(self, request: Request, endpoint: RoutedEndpoint) -> Trace | None:
-        """Begin the trace of a request, whose headers then name it; None without tracing."""
-        if self._tracer is None:
-            return None
-        trace, request.headers = self._tracer.begin(request.headers, endpoint)
-        return trace
+    def _handle(self, client: Client, request: Request, call: Call, started: float) -> None:
+        on_end: Callable[[], None] | None = None
+        if request.is_background:
+            call.priority = max(call.priority, BACKGROUND_PRIORITY)
+            try:
+                self._background.begin(call.service)
+            except TooManyRequests as refusal:  # no fault of the account's
+                if call.is_charged:
+                    call.account.return_request()
+                self.refuse(client, call.request_id, refusal, request.path)
+                return
+            on_end = partial(self._background.end, call.service)
+        request.body = b""  # the call has it, perhaps rewritten: one copy is enough
+        self._requests.handle(client, call, started, on_end)
 
     def _ready(self) -> tuple[int, bytes, bytes]:
         if self.is_ready:

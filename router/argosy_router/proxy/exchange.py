@@ -1,9 +1,10 @@
 """One generation request from dispatch to its end: attempts, retries, hedging, forwarding.
 
-Owns: which attempts are made, which of their responses becomes the answer, and the request's outcome record until its
-end. Whether a failed attempt is followed by another one is decided in `resilience.retry_state`.
-Must not know: parsing, discovery, policies, flow control, connections to replicas (`upstream.attempt`), what is written
-to the client (`downstream.answer`).
+Owns: the choice of a replica for each attempt and how long to wait for it, which attempts are made, which of their
+responses becomes the answer, and the request's outcome record until its end. Whether a failed attempt is followed by
+another one is decided in `resilience`.
+Must not know: parsing, discovery, policies, connections to replicas (`attempt`), what is written to the client
+(`answer`).
 Invariants: the client's answer begins once. Before the client has received a byte of it, a failed attempt may be
 retried on another replica; after that only a stream can move, and it continues after the last event that the client
 was sent. Every attempt is ended. When the client leaves, the replicas' work is aborted at once.
@@ -13,13 +14,14 @@ was sent. Every attempt is ended. When the client leaves, the replicas' work is 
          |                     -> (stream) streaming -> answered
          `------ replica died --------------'        -> an error event, if no replica can continue
 
-While a stream's first attempt waits and its answer is overdue, a hedge may run beside it (`resilience.hedging`): the
-first of the two to respond is the request's attempt from then on; if one fails, the other one is.
+While a stream's first attempt waits and its answer is overdue, a hedge may run beside it: the first of the two to
+respond is the request's attempt from then on; if one fails, the other one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from argosy_protocol.errors import (
     ApiError,
@@ -29,37 +31,134 @@ from argosy_protocol.errors import (
     TooManyRequests,
     Unavailable,
 )
-from argosy_router.fleet.replica import Replica
-from argosy_router.fleet.replica_errors import CoreStalled
+from argosy_router.fleet.fleet import Fleet
+from argosy_router.fleet.replica import CoreStalled, Replica
 from argosy_router.fleet.service import Choice
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
+from argosy_router.flow_control import FlowController
 from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.upstream_errors import (
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.upstream import (
     ConnectFailed,
     FirstByteTimeout,
     IdleTimeout,
     RequestUnsendable,
     UpstreamError,
 )
-from argosy_router.proxy.accounting.outcome import CLIENT_GONE, RequestOutcome
-from argosy_router.proxy.accounting.request_accounting import RequestAccounting
-from argosy_router.proxy.dispatcher import Dispatcher
-from argosy_router.proxy.downstream.answer import Answer
-from argosy_router.proxy.resilience.fault_attribution import FaultAttribution
-from argosy_router.proxy.resilience.outlier_detection import OutlierDetector
-from argosy_router.proxy.resilience.retry_budget import RetryBudget
-from argosy_router.proxy.resilience.retry_state import AnswerProgress, NextStep, RetryState
-from argosy_router.proxy.upstream.attempt import Attempt, AttemptListener
-from argosy_router.proxy.upstream.relay import StreamRelay, UnaryRelay
-from argosy_router.proxy.upstream.response_status import (
+from argosy_router.metrics import Metrics
+from argosy_router.proxy.accounting import CLIENT_GONE, RequestAccounting, RequestOutcome
+from argosy_router.proxy.answer import Answer
+from argosy_router.proxy.answer_tokens import Transcript
+from argosy_router.proxy.attempt import Attempt, AttemptListener, UpstreamIds
+from argosy_router.proxy.call import Call
+from argosy_router.proxy.relay import (
     EngineError,
     Refused,
+    StreamRelay,
+    UnaryRelay,
     is_error,
     is_key_refused,
     refusal,
 )
-from argosy_router.proxy.upstream.stream_transcript import Transcript
-from argosy_router.proxy.upstream.upstream_ids import UpstreamIds
+from argosy_router.proxy.resilience import (
+    AnswerProgress,
+    Hedging,
+    NextStep,
+    OutlierDetector,
+    RetryBudget,
+    RetryState,
+)
+
+TTFT_FACTOR = 4.0
+"""The first-byte timeout is at least this multiple of the predicted time to first token, unless the request timeout is
+shorter. The alert ArgosyFirstTokenMispredicted has the same factor."""
+
+
+class Dispatcher:
+    """Chooses for all requests of one router. Times are a monotonic clock's, passed in."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        flow_control: FlowController,
+        hedging: Hedging,
+        *,
+        first_byte_timeout_s: float,
+        request_timeout_s: float,
+    ) -> None:
+        self.hedging = hedging
+        self._fleet = fleet
+        self._metrics = metrics
+        self._flow_control = flow_control
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._request_timeout_s = request_timeout_s
+
+    def choose(
+        self,
+        call: Call,
+        tried: Sequence[Replica],
+        now: float,
+        fingerprint: str = "",
+        *,
+        is_admitted: bool = False,
+    ) -> Choice:
+        """Choose a replica for the next attempt.
+
+        Args:
+            tried: replicas to exclude.
+            fingerprint: of the model that must continue a stream; empty for any model.
+            is_admitted: the request was in flight and has lost its replica; the in-flight limit does not apply to it.
+
+        Raises:
+            ApiError: no replica can take the request.
+        """
+        started = time.monotonic()
+        if fingerprint:
+            others = [r for r in call.service.replicas.values() if r.fingerprint != fingerprint]
+            tried = [*tried, *others]
+        choice = call.service.choose(
+            call.prompt,
+            now,
+            self._fleet.rng,
+            tried,
+            self._fleet.policy,
+            is_admitted=is_admitted or bool(fingerprint),
+            sequences=call.estimate.sequences,
+        )
+        self._metrics.decision.observe((), time.monotonic() - started)
+        return choice
+
+    def choose_instead_of_stalled(
+        self, call: Call, tried: Sequence[Replica], now: float, fingerprint: str
+    ) -> Choice | None:
+        """Choose the replica to which a request moves from a stalled one; None if no healthy replica can take it, in
+        which case it stays."""
+        try:
+            choice = self.choose(call, tried, now, fingerprint, is_admitted=True)
+        except ApiError:
+            return None
+        replica = choice.replica
+        return choice if replica.health.is_healthy and not replica.is_stalled else None
+
+    def choose_hedge(self, call: Call, tried: Sequence[Replica], now: float) -> Choice | None:
+        """Choose a hedge's target for an overdue answer; None if no healthy replica has capacity, or if the service's
+        share of hedges is used up."""
+        if not self._flow_control.has_capacity(call.service, now, call.prompt.name, call.estimate.sequences):
+            return None
+        try:
+            choice = self.choose(call, tried, now)
+        except ApiError:
+            return None
+        health = choice.replica.health
+        is_fit = health.is_healthy and not health.is_in_cooldown(now)
+        return choice if is_fit and self.hedging.spend(call.service) else None
+
+    def first_byte_timeout_s(self, call: Call, choice: Choice) -> float:
+        """How long to wait for the first byte of the chosen replica's response."""
+        whole = call.service.spec.limits.request_timeout_s or self._request_timeout_s
+        if not call.is_stream:
+            return whole
+        return min(whole, max(self._first_byte_timeout_s, TTFT_FACTOR * choice.predicted_ttft_s))
 
 
 class Exchange(AttemptListener):
@@ -103,9 +202,8 @@ class Exchange(AttemptListener):
         """The hedge, while the race is open."""
         self._tried: list[Replica] = []
         """Replicas that attempts were sent to since the client was last sent something."""
-        self._faults = FaultAttribution()
         self._retry_budget = retry_budget
-        self._retry_state = RetryState(retry_budget, self._faults)
+        self._retry_state = RetryState(retry_budget)
         self._is_over = False
 
     def describe(self, now: float) -> str:
@@ -135,11 +233,9 @@ class Exchange(AttemptListener):
         self._attempt = attempt = self._send_to(choice)
         self._answer.is_sent = True
         if call.is_stream:
-            attempt.end_when_answering(dispatcher.watch_first_token(call, choice, self.on_overdue))
-
-    def refuse(self, error: ApiError) -> None:
-        """Answer a request that was not sent with an error."""
-        self._end_with_error(error)
+            hedging = dispatcher.hedging
+            overdue = hedging.watch(call.service, choice.predicted_ttft_s, self.on_overdue)
+            attempt.end_when_answering(overdue)
 
     def _send_to(self, choice: Choice, transcript: Transcript | None = None) -> Attempt:
         call, outcome = self._call, self.outcome
@@ -188,11 +284,11 @@ class Exchange(AttemptListener):
         if isinstance(error, FirstByteTimeout) and not self._answer.is_started:
             self._observe_ttft(attempt)
         if isinstance(error, Refused) and error.is_ambiguous:
-            self._faults.add(attempt.replica, error.status)
+            retry_state.add_failed(attempt.replica, error.status)
         elif (
             isinstance(error, FirstByteTimeout) and attempt.replica.is_computing and not self._call.is_stream
         ):
-            self._faults.add_timeout()
+            retry_state.is_request_at_fault = True
         progress = self._progress(attempt)
         step = retry_state.after_failure(
             progress,
@@ -296,22 +392,20 @@ class Exchange(AttemptListener):
             self._end_with(error.status, error.head, error.body)
         elif isinstance(error, Refused) and error.is_busy:
             message = f"the replicas of model {model!r} take no more requests"
-            self._end_with_error(TooManyRequests(message, retry_after_s=error.retry_after_s))
+            self.refuse(TooManyRequests(message, retry_after_s=error.retry_after_s))
         elif isinstance(error, FirstByteTimeout):
             message = f"model {model!r} did not answer in time"
             if attempt.replica.is_computing:
                 self.outcome.is_cut_short = True
                 if not self._call.is_stream:
                     message += "; an answer that takes this long must be streamed"
-            self._end_with_error(GatewayTimeout(message, retry_after_s=1.0))
+            self.refuse(GatewayTimeout(message, retry_after_s=1.0))
         elif isinstance(error, ConnectFailed):
-            self._end_with_error(
-                Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0)
-            )
+            self.refuse(Unavailable(f"no replica of model {model!r} is reachable", retry_after_s=1.0))
         elif isinstance(error, RequestUnsendable):
-            self._end_with_error(InternalError("internal error: the request could not be sent to a replica"))
+            self.refuse(InternalError("internal error: the request could not be sent to a replica"))
         else:
-            self._end_with_error(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
+            self.refuse(BadGateway(f"the replica of model {model!r} failed", retry_after_s=1.0))
 
     # hedging
 
@@ -422,7 +516,7 @@ class Exchange(AttemptListener):
 
     def _blame_failed_replicas(self) -> None:
         """Blame the replicas that failed a request which another one can answer."""
-        for replica, status in self._faults.take():
+        for replica, status in self._retry_state.take_failed():
             self._outliers.found_at_fault(self._call.service, replica, status, self._now())
 
     def _complete_outcome(self, *, is_cut: bool, silent_s: float) -> None:
@@ -484,7 +578,8 @@ class Exchange(AttemptListener):
         self._answer.respond(status, headers, self._route_headers(), body)
         self._end()
 
-    def _end_with_error(self, error: ApiError) -> None:
+    def refuse(self, error: ApiError) -> None:
+        """Answer with an error of the router's own, which ends the request."""
         error.name_as_asked(self._call.client_model)
         self._answer.respond_error(error, self._route_headers())
         self._end()
@@ -498,7 +593,7 @@ class Exchange(AttemptListener):
         assert not self._is_over, "a request ends once"
         self._is_over = True
         self._answer.close()
-        for replica, _ in self._faults.take():
+        for replica, _ in self._retry_state.take_failed():
             self._outliers.abandoned(self._call.service, replica)
         self._complete_outcome(is_cut=is_cut, silent_s=silent_s)
         self._on_end(self.outcome)

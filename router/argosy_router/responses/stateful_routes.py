@@ -3,6 +3,10 @@
 Owns: which stored responses a request needs, paths and methods, the tasks that answer.
 Must not know: how a request is routed, how the storage works.
 Invariant: each request is answered once, unless its client has disconnected.
+
+What answers a request writes through up to two wrappers of its client:
+
+    `Answer` -> `StoringClient`, if the response is stored -> `_EndingClient`, if it continues others -> connection
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
 
@@ -27,7 +30,7 @@ from argosy_protocol.errors import (
     Unavailable,
 )
 from argosy_protocol.json_limits import Steps
-from argosy_protocol.owner_slots import OwnerSlots
+from argosy_protocol.program.process import OwnerSlots
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
@@ -40,30 +43,29 @@ from argosy_protocol.response_history import (
     resolving,
     response_not_found,
 )
-from argosy_protocol.response_object import DeletedResponse, begun_response, with_status
 from argosy_protocol.responses import (
+    DeletedResponse,
     ResponseItem,
     ResponsesRequest,
+    begun_response,
     decode_responses_request,
     decoding_responses_request,
+    with_status,
 )
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
-from argosy_router.http.body_memory import BodyMemory, BodyReservation
 from argosy_router.http.deadlines import in_turns
-from argosy_router.http.messages import Request
-from argosy_router.http.server_interface import Client
-from argosy_router.proxy.downstream.api_shape import error_body, id_headers
-from argosy_router.proxy.downstream.ending_client import EndingClient
-from argosy_router.proxy.downstream.error_headers import error_headers
-from argosy_router.proxy.request.body_rewrite import with_fields
-from argosy_router.proxy.request.call_decoding import no_route, require_json, require_method
-from argosy_router.proxy.request.large_bodies import takes_long
-from argosy_router.responses.background_responses import BackgroundResponses, FindOf
-from argosy_router.responses.response_store import ResponseStore
-from argosy_router.responses.storing_client import StoringClient
+from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.messages import Client, ClientListener, Request
+from argosy_router.proxy.answer import error_body, error_headers, id_headers
+from argosy_router.proxy.call import no_route, require_json, require_method
+from argosy_router.proxy.ended_response import Find
+from argosy_router.proxy.request_body import takes_long, with_fields
+from argosy_router.responses.background_responses import BackgroundResponses
+from argosy_router.responses.response_store import ResponseStore, StoringClient
 
 log = logging.getLogger(__name__)
+
 
 MAX_PENDING: Final = 4096
 """Requests that wait for the storage at a time. Owners share them (`OwnerSlots`)."""
@@ -111,6 +113,60 @@ class _Pending:
         self._may_write.set()
 
 
+class _EndingClient:
+    """Wraps a client, and calls `on_end` once, when the request has been answered or its client has disconnected. A
+    `Client`, and the `ClientListener` of the one it wraps."""
+
+    def __init__(self, client: Client, on_end: Callable[[], None]) -> None:
+        self._client = client
+        self._on_end: Callable[[], None] | None = on_end
+        self._listener: ClientListener | None = None
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    # called by what answers
+
+    def attach(self, listener: ClientListener) -> None:
+        self._listener = listener
+        self._client.attach(self)
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        self._end()
+        self._client.respond(status, headers, body)
+
+    def start(self, status: int, headers: bytes, first: bytes) -> None:
+        self._client.start(status, headers, first)
+
+    def send(self, data: bytes) -> None:
+        self._client.send(data)
+
+    def finish(self) -> None:
+        self._end()
+        self._client.finish()
+
+    def abort(self) -> None:
+        self._end()
+        self._client.abort()
+
+    # called by the client
+
+    def on_client_lost(self) -> None:
+        self._end()
+        if self._listener is not None:
+            self._listener.on_client_lost()
+
+    def on_client_paused(self) -> None:
+        if self._listener is not None:
+            self._listener.on_client_paused()
+
+    def on_client_resumed(self) -> None:
+        if self._listener is not None:
+            self._listener.on_client_resumed()
+
+
 class StatefulRoutes:
     """Answers requests of the main port for responses."""
 
@@ -122,7 +178,7 @@ class StatefulRoutes:
         count_rejection: Callable[[bytes, int, ErrorReason], None],
         max_conversation_bytes: int,
         memory: BodyMemory,
-        find: FindOf,
+        find: Find,
     ) -> None:
         """
         Args:
@@ -142,7 +198,7 @@ class StatefulRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = OwnerSlots(MAX_PENDING)
 
-    def is_body_used(self, request: Request) -> bool:
+    def on_head(self, request: Request, account: Account) -> bool:
         """Whether the body of a request will be used, by its head."""
         return request.method == b"POST" and _PATH.fullmatch(request.path) is not None
 
@@ -228,7 +284,8 @@ class StatefulRoutes:
                 store,
                 BodyReservation(self._memory, request.account, request.body_bytes),
                 self._stored.count_unstored,
-                partial(self._find_response, account.name),
+                self._find_response,
+                owner,
             )
         self._send(client, request, account, request_id, response_id.encode())
 
@@ -264,7 +321,7 @@ class StatefulRoutes:
                 reserved.grow(request.body_bytes)
                 await self._begin(client, request, account, request_id, asked, conversation, reserved)
             else:
-                client = EndingClient(client, reserved.release)
+                client = _EndingClient(client, reserved.release)
                 self._create(client, request, account, request_id, asked, conversation)
         except asyncio.CancelledError:
             reserved.release()

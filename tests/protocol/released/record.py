@@ -30,10 +30,10 @@ from msgspec import Struct
 
 MESSAGES: dict[str, str] = {
     "FleetDocument": "fleet",
-    "RoutableReport": "routable_report",
-    "LoadReport": "load_report",
-    "ModelProgress": "model_progress",
-    "HotPrefixReport": "hot_prefixes",
+    "RoutableReport": "reports",
+    "LoadReport": "reports",
+    "ModelProgress": "reports",
+    "HotPrefixReport": "telemetry",
     "Hello": "telemetry",
     "Snapshot": "telemetry",
     "Stored": "telemetry",
@@ -44,7 +44,7 @@ MESSAGES: dict[str, str] = {
 }
 """Types of messages between programs that may be of different releases, and their modules of argosy_protocol."""
 
-CONSTANTS = ("headers", "routable_report", "load_report", "model_progress", "hot_prefixes", "fleet")
+CONSTANTS = ("headers", "reports", "telemetry", "fleet")
 """Modules of argosy_protocol whose constants are names on the wire."""
 
 FLEET_KEY = b"0123456789abcdef"
@@ -133,8 +133,8 @@ def constants(module: str) -> dict[str, str]:
 
 def derived() -> dict[str, Any]:
     """What programs derive by themselves and must agree on."""
-    from argosy_protocol.bearer_keys import internal_key, node_key
     from argosy_protocol.chunk_hash import chain_seed, chunk_hashes
+    from argosy_protocol.headers import internal_key, node_key
 
     seed = chain_seed("tiny", "adapter", "1", "salt")
     return {

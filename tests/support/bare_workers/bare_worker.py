@@ -11,13 +11,18 @@ import logging
 from typing import Any
 
 from argosy_engine.attention.kv_cache_spec import FullAttentionSpec, group_layers
-from argosy_engine.checkpoint.model_path import resolve_model
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.messages.load_step import LoadStep, OnLoadStep, ignore_step
-from argosy_engine.messages.model_runner_output import ModelRunnerOutput
-from argosy_engine.messages.scheduler_output import GrammarBitmask, SchedulerOutput
-from argosy_engine.messages.worker_info import WorkerInfo
+from argosy_engine.messages import (
+    GrammarBitmask,
+    LoadStep,
+    ModelRunnerOutput,
+    OnLoadStep,
+    SchedulerOutput,
+    WorkerInfo,
+    ignore_step,
+)
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
 from fake_worker import FakeWorker

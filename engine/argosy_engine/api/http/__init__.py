@@ -1,1 +1,1 @@
-"""HTTP below the routes: bounded parsing, connection limit, authentication, body limits, and responses."""
+"""HTTP below the endpoints: bounded parsing, connections, the ASGI layers around the application, and responses."""

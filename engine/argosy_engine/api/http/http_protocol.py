@@ -1,36 +1,210 @@
 """BoundedProtocol: uvicorn's HTTP protocol with bounds on what clients send and on how long they take for it.
 
 uvicorn bounds headers only with h11, and never the time of a request; llhttp collects a header of any length before it
-reports it, and accepts any number of Host headers and HTTP versions from 0.9 to 2.0.
+reports it, and accepts any number of Host headers and HTTP versions from 0.9 to 2.0. Here it is decided which requests
+are rejected before the application sees them (RFC 9112), and how. Keys, routes and limits on bodies are the layers'.
 
-Owns: which requests are rejected before the application sees them (RFC 9112), and how. Must not know: routes, keys,
-limits on bodies.
-Invariant: while a part of a request is outstanding, or the client does not read its response, a timer runs; uvicorn
-has one of its own for idle connections. A client that is rejected while it sends can read the response (`lingering`).
+Invariants: while a part of a request is outstanding, or the client does not read its response, a timer runs; uvicorn
+has one of its own for idle connections. A client that is rejected while it sends can read the response
+(`LingeringTransport`). Clients never take the last descriptor (`ConnectionLimit`), so that there are some for what the
+process cannot do without: the connection to its core, the model's files, the processes that it starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from argosy_engine.api.http.departure import departure_of, offer_departure
-from argosy_engine.api.http.direct_body import offer_direct_body
-from argosy_engine.api.http.error_response import error_body
-from argosy_engine.api.http.lingering import LingeringTransport
+from argosy_protocol.anthropic import error_body as anthropic_error_body
+from argosy_protocol.anthropic import is_messages_path
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
     HeadersTooLarge,
     PayloadTooLarge,
     RequestTimeout,
+    Unavailable,
 )
 from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
+
+_CONNECTION = "argosy.client_connection"
+
+
+class ClientConnection:
+    """The connection of one request, past the layers between the server and the endpoint.
+
+    It tells when its client has left. ASGI tells of it by `receive` alone, which takes a task of its own beside each
+    answer. The request's body must have been received before `watch`.
+
+    It takes pieces of the response's body from wherever they arise, without a task's turn: a piece that is sent as
+    usual wakes the request's task, which resumes through every layer, once for each token of each stream. The owner of
+    the response sends its status, its first piece and its end as usual, and writes here only while it is sending
+    nothing itself, so the order of the pieces is kept.
+
+    A layer that is to see all messages of a response takes this out of the scope (`without_client_connection`).
+
+    Args:
+        cycle: of the request in uvicorn's protocol.
+    """
+
+    __slots__ = ("_cycle", "_on_left")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._on_left: Callable[[], None] | None = None
+
+    def watch(self, on_left: Callable[[], None]) -> None:
+        """Call `on_left` once, when the client leaves, or at once if it has left."""
+        if self._cycle.disconnected:
+            on_left()
+            return
+        self._on_left = on_left
+        self._cycle.flow.resume_reading()  # which a request behind this one has paused, or the end would not be seen
+
+    def unwatch(self) -> None:
+        self._on_left = None
+
+    def tell(self) -> None:
+        """Tell that the client has left; the protocol calls this."""
+        on_left, self._on_left = self._on_left, None
+        if on_left is not None:
+            on_left()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a piece can be written now: the status is sent, the client is there and reads, and the body has no
+        length that was announced."""
+        cycle = self._cycle
+        return bool(
+            cycle.response_started
+            and cycle.chunked_encoding
+            and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+            and cycle.scope["method"] != "HEAD"
+        )
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece, which is not empty, if `is_ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+def offer_client_connection(scope: Any, cycle: RequestResponseCycle) -> None:
+    """Put the connection of a request into its scope."""
+    scope[_CONNECTION] = ClientConnection(cycle)
+
+
+def client_connection(scope: Mapping[str, Any]) -> ClientConnection | None:
+    """Return the connection of a request; None if a layer has taken it out, or the request was relayed."""
+    connection: ClientConnection | None = scope.get(_CONNECTION)
+    return connection
+
+
+def without_client_connection(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the scope for layers that see all messages."""
+    return {name: value for name, value in scope.items() if name != _CONNECTION}
+
+
+class LingeringTransport:
+    """Closes a connection so that a client that is still sending can read the last response.
+
+    Closing a socket with unread input resets the connection, and the reset overtakes the response: the client gets a
+    broken pipe instead of the 413. So our side is closed first, and input is read and discarded for a bounded time and
+    number of bytes (RFC 9112, 9.6). It has the methods of a transport that uvicorn's protocol uses.
+
+    Args:
+        seconds, max_bytes: limits on the input that is discarded.
+        stall_s: how long a closed connection may take to deliver what is written.
+        is_owed: whether the client is still sending, asked when the connection is to be closed.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        max_bytes: int,
+        is_owed: Callable[[], bool],
+        stall_s: float,
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._seconds = seconds
+        self._bytes_left = max_bytes
+        self._is_owed = is_owed
+        self._stall_s = stall_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closing = self._is_paused = False
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        if not self._is_closing:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close at once, or linger if a part of the request is outstanding."""
+        if self._is_owed():
+            self.linger()
+        elif not self.is_closing():
+            self._is_closing = True
+            self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._timer = self._loop.call_later(self._stall_s, self._end)
+
+    def abort(self) -> None:
+        """Close at once, without delivering what is written."""
+        self.lost()
+        self._transport.abort()
+
+    def linger(self) -> None:
+        """Close our side, and the connection a moment later."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        if not self._transport.can_write_eof():  # TLS, which ends both sides at once
+            self._transport.close()
+            return
+        self._transport.write_eof()
+        self.resume_reading()
+        self._timer = self._loop.call_later(self._seconds, self._end)
+
+    def discard(self, data: bytes) -> None:
+        """Discard input received after our side was closed."""
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0 and self._timer is not None:
+            self._end()
+
+    def lost(self) -> None:
+        """Clean up after the connection was lost."""
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self.lost()
+        if self._transport.get_write_buffer_size():  # it does not read either
+            self._transport.abort()
+        else:
+            self._transport.close()
+
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on request line, headers and trailers. Twice the router's, because the router adds headers."""
@@ -65,7 +239,7 @@ class HttpLimits:
     """How long a rejected client's input is discarded before the connection is closed. Equals the router's."""
     unwanted_bytes: int = 64 << 20
     """Limit on the bytes of a body that are discarded after its request has been answered. Clients that send everything
-    before they read thus get the response to a body of up to twice `request_limits.MAX_BODY_BYTES`."""
+    before they read thus get the response to a body of up to twice `asgi_layers.MAX_BODY_BYTES`."""
 
 
 class _UntilClose(int):
@@ -137,9 +311,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # uvicorn tells the request that came last, behind which nothing runs yet.
             self._running.disconnected = True
             self._running.message_event.set()
-            departure = departure_of(self._running.scope)
-            if departure is not None:
-                departure.tell()
+            connection = client_connection(self._running.scope)
+            if connection is not None:
+                connection.tell()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -223,8 +397,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # It knows no chunks (RFC 9112, 6.1); the connection is closed after the response.
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClose()
-        offer_direct_body(self.scope, self.cycle)
-        offer_departure(self.scope, self.cycle)
+        offer_client_connection(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
         self._expect_body()
@@ -371,3 +544,69 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close the connection, after discarding the client's input for a moment."""
         assert self._lingering is not None
         self._lingering.linger()
+
+
+def error_body(error: ApiError, path: str) -> bytes:
+    """Encode an error in Anthropic's shape if `path` is of its API, else in OpenAI's."""
+    return anthropic_error_body(error) if is_messages_path(path) else error.body()
+
+
+MAX_TURNED_AWAY = 16
+"""Limit on excess connections that get time to read the 503; each uses a descriptor that is not for clients."""
+
+
+class ConnectionLimit(BoundedProtocol):
+    """Protocol that answers 503 on excess connections and closes them.
+
+    While there are few excess connections, it discards their input for a moment first, so that the client can read the
+    response. Connections count from the end of their TLS handshake on; `TlsAcceptor` counts those before it.
+    """
+
+    max_connections: ClassVar[int]
+    num_turned_away: ClassVar[int] = 0
+    """Excess connections that are still open, counted per class, because each server has a class of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_turned_away = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) < self.max_connections:
+            super().connection_made(transport)
+            return
+        self._is_turned_away = True
+        type(self).num_turned_away += 1
+        error = Unavailable("this engine has as many connections as it takes", code="too_many_connections")
+        body = error.body()
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+        )
+        if self.num_turned_away > MAX_TURNED_AWAY:
+            if transport.get_extra_info("sslcontext") is None:
+                transport.close()
+            else:
+                transport.abort()  # TLS waits half a minute for the client's part of the end
+            return
+        self._linger_on(transport)
+        self._hang_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._is_turned_away:
+            super().connection_lost(exc)
+            return
+        type(self).num_turned_away -= 1
+        if self._lingering is not None:
+            self._lingering.lost()
+
+
+def protocol_of(
+    num_descriptors: int, limits: HttpLimits, on_slow_client: Callable[[], None] = lambda: None
+) -> type[ConnectionLimit]:
+    """Make a protocol with these limits that leaves half of the process's descriptors for other uses."""
+    attributes = {
+        "max_connections": num_descriptors // 2,
+        "limits": limits,
+        "on_slow_client": staticmethod(on_slow_client),
+    }
+    return type("LimitedProtocol", (ConnectionLimit,), attributes)

@@ -1,4 +1,4 @@
-"""HTTP responses that stop their work when the client leaves: JSON answers and event streams.
+"""HTTP responses that stop their work when the client leaves: JSON answers and event streams; errors; request bodies.
 
 ASGI servers do not cancel a handler that waits for a model while its client is gone; every response here watches for
 the disconnect itself, streamed or not, and cancels its work, which aborts the request in the core.
@@ -8,20 +8,69 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from argosy_engine.api.http.body_send import body_send
-from argosy_engine.api.http.departure import departure_of
-from argosy_engine.api.http.error_response import send_error
+from argosy_engine.api.http.http_protocol import client_connection, error_body
 from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
 
-_DONE = b"data: [DONE]\n\n"
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+async def send_error(
+    send: Send, error: ApiError, path: str = "", request_headers: Mapping[str, str] = _NO_HEADERS
+) -> None:
+    """Send a whole response for an error.
+
+    Args:
+        path: the request's.
+        request_headers: headers of every answer to the request.
+    """
+    body = error_body(error, path)
+    headers: list[tuple[bytes, bytes]] = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    lines = {**request_headers, **error.headers()}
+    headers += [(name.encode(), value.encode()) for name, value in lines.items()]
+    start: dict[str, Any] = {"type": "http.response.start", "status": error.http_status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+_BODY_SEND = "argosy.body_send"
+
+
+class BodySend:
+    """The ASGI layer next to the application that lets streams write their events past the framework.
+
+    Starlette looks at every message of a response, through one function per layer of its own, to know whether a
+    response has begun. The first message tells that; events that follow it need not pass there.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_BODY_SEND] = send
+        await self._app(scope, receive, send)
+
+
+def body_send(scope: Scope, send: Send) -> Send:
+    """Return what the messages after a response's first one are to be sent with.
+
+    Args:
+        send: what the first one is sent with. It is all that there is without the layer.
+    """
+    found: Send = scope.get(_BODY_SEND, send)
+    return found
 
 
 class WatchedResponse(Response):
@@ -58,10 +107,10 @@ class WatchedResponse(Response):
 
 def _watch(scope: Scope, receive: Receive, on_left: Callable[[], None]) -> Callable[[], object]:
     """Call `on_left` when the client leaves; return what ends that."""
-    departure = departure_of(scope)
-    if departure is not None:
-        departure.watch(on_left)
-        return departure.unwatch
+    connection = client_connection(scope)
+    if connection is not None:
+        connection.watch(on_left)
+        return connection.unwatch
 
     def end(gone: asyncio.Future[None]) -> None:
         if not gone.cancelled():
@@ -102,97 +151,63 @@ def json_response(
     return WatchedResponse(work)
 
 
+class StreamForm(NamedTuple):
+    """What the streams of an API have besides their events."""
+
+    event_end: bytes = b""
+    """What follows each event, if events come without it."""
+    of_error: Callable[[ApiError], bytes] | None = None
+    """Makes the event of an error after the first event; None: the events tell of errors themselves."""
+    end: bytes = b""
+
+
+OPENAI_STREAM = StreamForm(of_error=lambda error: b"data: %b\n\n" % error.body(), end=b"data: [DONE]\n\n")
+MESSAGES_STREAM = StreamForm(event_end=b"\n\n", of_error=error_event)
+RESPONSES_STREAM = StreamForm()
+
+
 def event_stream(
     events: AsyncGenerator[bytes, None],
     headers: dict[str, str],
     to_api_error: Callable[[Exception], ApiError],
+    form: StreamForm,
+    *,
+    path: str = "",
     accepted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> WatchedResponse:
-    """Send pieces of whole server-sent events, then `[DONE]`.
+    """Send server-sent events, in pieces of one or more.
 
-    The status waits for the first event, so an error before it has its proper status; one after it becomes an event.
+    The status waits for the first piece, so an error before it has its proper status, in the shape of the API that
+    `path` belongs to; one after it becomes an event.
 
     Args:
-        accepted: returns the context in which the first event is awaited.
+        accepted: returns the context in which the first piece is awaited.
     """
 
     async def work(send: Send, send_body: Send) -> None:
+        async def send_piece(piece: bytes) -> None:
+            await send_body({"type": "http.response.body", "body": piece, "more_body": True})
+
         async with contextlib.aclosing(events):
             try:
                 with accepted():
                     first = await anext(events, b"")
             except Exception as error:
-                await send_error(send, to_api_error(error))
+                await send_error(send, to_api_error(error), path, headers)
                 return
             await send(_start(headers, b"text/event-stream; charset=utf-8", None))
             try:
                 if first:
-                    await send_body({"type": "http.response.body", "body": first, "more_body": True})
+                    await send_piece(first + form.event_end)
                 async for piece in events:
-                    await send_body({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send_piece(piece + form.event_end)
             except Exception as error:
-                await _send_event(send_body, b"data: " + to_api_error(error).body())
-            await send_body({"type": "http.response.body", "body": _DONE})
+                if form.of_error is None:
+                    raise
+                await send_piece(form.of_error(to_api_error(error)))
+            await send_body({"type": "http.response.body", "body": form.end})
 
     return WatchedResponse(work)
-
-
-def message_event_stream(
-    events: AsyncGenerator[bytes, None],
-    headers: dict[str, str],
-    to_api_error: Callable[[Exception], ApiError],
-    path: str,
-) -> WatchedResponse:
-    """Send events that are lines already, as a stream of Anthropic's API. Errors are as in `event_stream`."""
-
-    async def work(send: Send, send_body: Send) -> None:
-        async with contextlib.aclosing(events):
-            try:
-                first = await anext(events)
-            except Exception as error:
-                await send_error(send, to_api_error(error), path, headers)
-                return
-            await send(_start(headers, b"text/event-stream; charset=utf-8", None))
-            last = b""
-            try:
-                await _send_event(send_body, first)
-                async for event in events:
-                    await _send_event(send_body, event)
-            except Exception as error:
-                last = error_event(to_api_error(error))
-            await send_body({"type": "http.response.body", "body": last})
-
-    return WatchedResponse(work)
-
-
-def response_event_stream(
-    events: AsyncGenerator[bytes, None],
-    headers: dict[str, str],
-    to_api_error: Callable[[Exception], ApiError],
-) -> WatchedResponse:
-    """Send events that are whole, as a stream of OpenAI's Responses API, whose last event tells of errors, too.
-
-    The status waits for the first event, so an error before it has its proper status.
-    """
-
-    async def work(send: Send, send_body: Send) -> None:
-        async with contextlib.aclosing(events):
-            try:
-                first = await anext(events, b"")
-            except Exception as error:
-                await send_error(send, to_api_error(error), "", headers)
-                return
-            await send(_start(headers, b"text/event-stream; charset=utf-8", None))
-            await send_body({"type": "http.response.body", "body": first, "more_body": True})
-            async for event in events:
-                await send_body({"type": "http.response.body", "body": event, "more_body": True})
-            await send_body({"type": "http.response.body", "body": b""})
-
-    return WatchedResponse(work)
-
-
-async def _send_event(send_body: Send, lines: bytes) -> None:
-    await send_body({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
 
 
 def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> dict[str, object]:
@@ -202,3 +217,33 @@ def _start(headers: dict[str, str], content_type: bytes, length: int | None) -> 
     )
     raw += [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+_BODY = "argosy.body"
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body. It is kept for the request: an endpoint may call another one, which reads it again.
+
+    Starlette reads it through an asynchronous generator, which costs more than most bodies, since they arrive in one
+    message.
+
+    Raises:
+        ClientDisconnect: the client left before it had sent all of it.
+    """
+    kept: bytes | None = request.scope.get(_BODY)
+    if kept is None:
+        kept = request.scope[_BODY] = await _received(request)
+    return kept
+
+
+async def _received(request: Request) -> bytes:
+    pieces: list[bytes] = []
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            return b"".join((*pieces, body)) if pieces else body
+        pieces.append(body)

@@ -13,8 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from argosy_engine.frontend.observer import Observer, RequestTimings
-from argosy_engine.frontend.request_record import RequestRecord, current_record
+from argosy_engine.frontend.observer import Observer, RequestRecord, RequestTimings, current_record
 from argosy_protocol import headers
 from argosy_protocol.errors import MAX_REASON_BYTES, ErrorReason
 

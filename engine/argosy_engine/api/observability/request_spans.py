@@ -17,8 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from argosy_engine.frontend.observer import Observer, RequestTimings
-from argosy_engine.frontend.request_record import RequestRecord
+from argosy_engine.frontend.observer import Observer, RequestRecord, RequestTimings
 
 SPAN_NAME = "llm_request"
 _NS_PER_S = 1_000_000_000

@@ -1,22 +1,24 @@
-"""TelemetryHub: the engine's end of the telemetry stream (`protocol.telemetry`).
+"""How the engine's load leaves it: the telemetry stream to routers, a response header, and the line of statistics.
 
-The API process mirrors which chunks are resident from the core's deltas, so a router that connects gets its snapshot
-without any work for the core. Each reader has a bounded queue of encoded frames; a reader that cannot keep up is
-disconnected, and reconnects for a new snapshot.
-
+`TelemetryHub` is the engine's end of the stream (`argosy_protocol.telemetry`). The API process mirrors which chunks are
+resident from the core's deltas, so a router that connects gets its snapshot without any work for the core. Each reader
+has a bounded queue of encoded frames; a reader that cannot keep up is disconnected, and reconnects for a new snapshot.
 The cores of an engine with data parallelism are one replica to routers: the stream announces what any of them holds
-(`core.proc.rank_prefixes` merges their deltas), and their loads together. Counts are sums; rates, times and shares are
+(`core.proc.rank_balancer` merges their deltas), and their loads together. Counts are sums; rates, times and shares are
 those of one core.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.observer import Observer
-from argosy_engine.messages.core_messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
+from argosy_engine.messages import EngineCoreOutputs, ResidencyDelta, SchedulerStats
 from argosy_engine.resolved_config import ResolvedConfig
 from argosy_protocol import __version__
 from argosy_protocol.telemetry import (
@@ -35,10 +37,15 @@ from argosy_protocol.telemetry import (
     snapshot_of,
 )
 
+logger = logging.getLogger("argosy.stats")
+
 MAX_READERS = 256
+
 PACED_READERS = 64
 """Above this number load frames become rarer, so that all readers together cost what so many do."""
+
 _QUEUE_FRAMES = 4096
+
 LOAD_INTERVAL_S = 0.1
 """Minimum interval between load frames sent with the core's statistics. The last one is always sent, because a replica
 that has become idle must not look busy until the next heartbeat. The router estimates the load between them."""
@@ -207,3 +214,110 @@ def _mean_of_measured(values: Sequence[float]) -> float:
     """Return the mean of the figures that are measured, i.e. not 0; 0 if none is."""
     measured = [value for value in values if value]
     return sum(measured) / len(measured) if measured else 0.0
+
+
+FORMAT_HEADER = "endpoint-load-metrics-format"
+
+HEADER = "endpoint-load-metrics"
+
+
+class LoadReport(Observer):
+    """The load as a response header, for balancers that read Open Request Cost Aggregation (ORCA).
+
+    A request with `endpoint-load-metrics-format: TEXT` or `JSON` gets `endpoint-load-metrics` with its answer, with
+    vLLM's names of the figures. Streams have none, as in vLLM: their headers are sent before there is a load to report.
+
+    Args:
+        num_ranks: number of engine cores.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._kv_usage = [0.0] * num_ranks
+        self._num_waiting = [0] * num_ranks
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.stats is not None:
+            self._kv_usage[outputs.engine_index] = outputs.stats.kv_cache_usage
+            self._num_waiting[outputs.engine_index] = outputs.stats.num_waiting
+
+    def headers(self, form: str | None) -> dict[str, str]:
+        """Return the header in the form that a request asks for; none if it asks for no form that is known."""
+        named = {
+            "kv_cache_usage_perc": max(self._kv_usage),
+            "num_requests_waiting": float(sum(self._num_waiting)),
+        }
+        match (form or "").upper():
+            case "TEXT":
+                return {
+                    HEADER: "TEXT "
+                    + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+                }
+            case "JSON":
+                return {HEADER: "JSON " + json.dumps({"named_metrics": named})}
+            case _:
+                return {}
+
+
+INTERVAL_S = 5.0
+
+
+class StatsLog(Observer):
+    """Logs a line of statistics every few seconds while there is traffic, in vLLM's format, so that existing parsers
+    work. It needs no timer: a core with work sends outputs, an idle one heartbeats.
+
+    Args:
+        num_engines: number of engine cores; each has lines of its own.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, num_engines: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines = [_EngineStats(index, clock) for index in range(num_engines)]
+
+    def on_core_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._engines[outputs.engine_index].update(outputs)
+
+
+class _EngineStats:
+    """Statistics of one engine core since its last line."""
+
+    def __init__(self, index: int, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._clock = clock
+        self._last = clock()
+        self._generated = 0
+        self._prefilled = 0
+        self._queries = 0
+        self._hits = 0
+        self._was_busy = False
+
+    def update(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.stats
+        self._generated += sum(len(output.new_token_ids) for output in outputs.outputs)
+        if stats is None:
+            return
+        self._generated += stats.num_tokens_elsewhere
+        self._prefilled += max(stats.prefix_cache_queries - stats.prefix_cache_hits, 0)
+        self._queries += stats.prefix_cache_queries
+        self._hits += stats.prefix_cache_hits
+        is_busy = bool(stats.num_running or stats.num_waiting or self._generated or self._prefilled)
+        if is_busy and not self._was_busy:
+            self._last = self._clock()  # traffic begins: rates are measured from now on
+        self._was_busy = is_busy
+        elapsed = self._clock() - self._last
+        if is_busy and elapsed >= INTERVAL_S:
+            self._log(stats, elapsed)
+
+    def _log(self, stats: SchedulerStats, elapsed: float) -> None:
+        logger.info(
+            "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._index,
+            self._prefilled / elapsed,
+            self._generated / elapsed,
+            stats.num_running,
+            stats.num_waiting,
+            stats.kv_cache_usage * 100,
+            100 * self._hits / self._queries if self._queries else 0.0,
+        )
+        self._last = self._clock()
+        self._generated = self._prefilled = self._queries = self._hits = 0

@@ -1,13 +1,12 @@
-"""Clients of the engine core: one in the same process, two over ZMQ to a process of its own, one without a core.
+"""Blocking clients of the engine core: in the same process, over ZMQ to a process of its own, or without a core.
 
-Clients of several cores are in `data_parallel_client`.
+All clients exchange the same messages with the same `EngineCore`. That of the API server is in `async_core_client`,
+those of several cores are in `data_parallel_client`.
 
-All of them exchange the same messages with the same `EngineCore`:
-
-InprocClient    direct calls, for offline use and tests
-ClosedClient    stands in for a client that its owner has closed
-SyncMPClient    blocking, for offline use with the core in its own process
-AsyncMPClient   asyncio, for the API server (`async_core_client`)
+InprocClient      direct calls, for offline use and tests
+CopiedCoreClient  the same, of a core that has copies in other processes
+ClosedClient      stands in for a client that its owner has closed
+SyncMPClient      for offline use with the core in its own process
 
 A client owns the core's lifetime: when it closes or dies, the core ends. When the core dies, every call raises
 `EngineDead` instead of waiting, except for aborts, which then have no effect.
@@ -26,13 +25,11 @@ import msgspec
 import zmq
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.attached_core import AttachedCore
-from argosy_engine.core.proc.core_handle import CoreHandle
-from argosy_engine.core.proc.load_watch import STACKS_S, LoadWatch, dump_stacks
+from argosy_engine.core.proc.core_handle import STACKS_S, AttachedCore, CoreHandle, LoadWatch, dump_stacks
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
@@ -349,3 +346,28 @@ def result_of(answer: UtilityOutput) -> Any:
     if answer.failure is not None:
         raise UtilityFailed(answer.failure)
     return answer.result
+
+
+class CopiedCoreClient(InprocClient):
+    """Client of a core in this process of which a launcher has started copies in other processes.
+
+    The copies take the same decisions because they are given the same calls. What else a core decides by is made the
+    same here: nothing depends on time, and the first copy alone compiles and follows grammars (`CopiedGrammars`).
+
+    Raises (from the constructor):
+        ConfigError: the model or an argument cannot work, or no launcher has started as many processes as needed.
+        EngineDead: another copy cannot start. Every call raises it once a copy has ended.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        from argosy_engine.core.engine_core import Watchdog
+        from argosy_engine.executor.external_launcher_executor import ExternalLauncherExecutor
+        from argosy_engine.structured.manager import CopiedGrammars, StructuredOutputManager
+
+        executor = ExternalLauncherExecutor(args)
+        super().__init__(args, executor)
+        core, copies = self.core, executor.copies
+        core.watchdog = Watchdog(0.0, clock=lambda: 0.0)  # never due
+        if copies.size > 1:
+            assert isinstance(core.structured, StructuredOutputManager)
+            core.structured = CopiedGrammars(core.structured, executor.announce, is_leader=copies.rank == 0)

@@ -26,46 +26,79 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
+from msgspec import structs
 
-from argosy_engine.core.proc.call_parameters import CallParameters
-from argosy_engine.core.proc.client_group import client_addresses
-from argosy_engine.core.proc.held_outputs import HeldOutputs
-from argosy_engine.core.proc.load_watch import LoadWatch
-from argosy_engine.core.proc.output_router import OutputRouter
+from argosy_engine.core.proc.core_handle import LoadWatch, client_addresses
+from argosy_engine.core.proc.output_router import HeldOutputs, OutputRouter
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
-from argosy_engine.distributed.process_name import name_process, process_name
+from argosy_engine.distributed.parallel_config import name_process, process_name
 from argosy_engine.errors import ConfigError, EngineBusy, EngineDead
-from argosy_engine.messages.core_messages import (
+from argosy_engine.messages import (
+    Advanced,
+    Attached,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorKind,
+    Failed,
     FinishReason,
+    Handshake,
+    HandshakeMessage,
+    Hello,
+    LatestStep,
+    Loading,
+    Ready,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
-from argosy_engine.messages.handshake import (
-    Advanced,
-    Attached,
-    Failed,
-    Handshake,
-    HandshakeMessage,
-    Hello,
-    Loading,
-    Ready,
-)
-from argosy_engine.messages.load_step import LatestStep
-from argosy_engine.osproc.child_process import die_with_parent
-from argosy_engine.osproc.debug_signal import describe_on_signal, dump_stacks_on_signal
+from argosy_engine.osproc import describe_on_signal, die_with_parent, dump_stacks_on_signal
+from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import check_model
-from argosy_protocol.program.log_format import configure_logging
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
+from argosy_protocol.program.process import configure_logging
 
 logger = logging.getLogger("argosy.core")
+
+_LARGE = ("allowed_token_ids", "logit_bias", "bad_words_token_ids", "extra_args")
+
+
+class CallParameters:
+    """Remembers the parameters of each call's latest sequence for as long as the core holds them.
+
+    Every sequence of a call arrives as a message of its own, so that a list of a hundred thousand allowed tokens would
+    be held once for each of a call's thousand sequences. Values are compared, not trusted to be equal. One thread uses
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._params: WeakValueDictionary[str, SamplingParams] = WeakValueDictionary()
+        self._specs: WeakValueDictionary[str, GrammarSpec] = WeakValueDictionary()
+
+    def share(self, message: EngineCoreRequest) -> None:
+        """Replace what is equal to the call's latest sequence by the objects of that one."""
+        call_id = message.call_id
+        if not call_id:
+            return
+        params, earlier = message.sampling_params, self._params.get(call_id)
+        if earlier is not None:
+            for name in _LARGE:
+                value = getattr(earlier, name)
+                if value == getattr(params, name):
+                    setattr(params, name, value)
+        self._params[call_id] = params
+        if message.grammar is None:
+            return
+        spec = self._specs.get(call_id)
+        if spec == message.grammar.spec:
+            message.grammar = structs.replace(message.grammar, spec=spec)
+        self._specs[call_id] = message.grammar.spec
+
 
 IDLE_HEARTBEAT_S = 0.5
 _PROGRESS_S = 0.5
@@ -98,7 +131,7 @@ class CoreProcess:
 
     Args:
         directory: directory in which each client binds its sockets.
-        parent: see `child_process.parent_argument`.
+        parent: see `osproc.parent_argument`.
         context: owner of this process's end of the input socket.
         output_context: owner of the output sockets. Before the process ends it must be destroyed, which waits until the
             last message, which tells the reason, is delivered.

@@ -21,16 +21,15 @@ import zmq
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.async_core_client import AsyncMPClient
-from argosy_engine.core.proc.client_group import ALONE, ClientGroup
 from argosy_engine.core.proc.core_client import POLL_MS, SyncMPClient
-from argosy_engine.core.proc.load_watch import LoadWatch
+from argosy_engine.core.proc.core_handle import ALONE, ClientGroup, LoadWatch
 from argosy_engine.core.proc.rank_balancer import RankBalancer
 from argosy_engine.distributed.lockstep import LockstepEnds, LockstepFiles
 from argosy_engine.errors import ConfigError, EngineDead, EngineError, UtilityFailed
-from argosy_engine.messages.core_messages import EngineCoreOutputs, EngineCoreRequest
-from argosy_engine.osproc.shared_counters import SharedCounters
+from argosy_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from argosy_engine.osproc import SharedCounters
 from argosy_engine.resolved_config import ResolvedConfig
-from argosy_engine.sizing.rank_resources import check_gpus, rank_args
+from argosy_engine.sizing.resources import check_gpus, rank_args
 
 ROOT_CAUSE_S = 2.0
 """How long to wait for the death of another core when one has died because it lost a worker of another."""

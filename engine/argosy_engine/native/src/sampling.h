@@ -1,5 +1,5 @@
 // Draws a token from each row of logits: temperature, min-p, top-k, top-p and an inverse CDF, without sorting the
-// vocabulary. sample/topk_topp_sampler.py is the reference in torch and documents each step.
+// vocabulary. sample/torch_sampler.py is the reference in torch and documents each step.
 //
 // With top-k or top-p, tokens are ordered by descending logit, ties by id. Both keep the first tokens of this order, so
 // it is enough to consider the tokens above a threshold, if all that are kept lie above it; otherwise the threshold is

@@ -14,9 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from argosy_engine.parsers.argument_readers import ArgumentReader, CallOpening
-from argosy_engine.parsers.arguments_text import arguments_text, is_text
-from argosy_engine.parsers.parsed_output import ParsedCall
+from argosy_engine.parsers.parsed_output import (
+    ArgumentReader,
+    CallOpening,
+    ParsedCall,
+    arguments_text,
+    is_text,
+)
 from argosy_engine.parsers.scanners import Scanner
 from argosy_engine.structured.structural_tag import HERMES_CALLS, ToolCallForm
 

@@ -1,1 +1,0 @@
-"""Endpoints of Anthropic's API: /v1/messages and /v1/messages/count_tokens."""

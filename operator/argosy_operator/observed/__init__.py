@@ -1,1 +1,0 @@
-"""Views of the cluster: the values on which decisions are made."""

@@ -1,1 +1,0 @@
-"""The process around the control loop: event source, health port, keys of the installation, leader election."""
