@@ -19,6 +19,7 @@ from argosy_engine.structured.compile_queue import (
     BackendUnavailable,
     CompileQueue,
     NoGrammar,
+    grammar_bytes,
     start_thread,
 )
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
@@ -145,18 +146,20 @@ class Rig:
 
 
 def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
-    rig = Rig(num_threads=2, cache_bytes=350)
+    each = grammar_bytes(GrammarSpec("grammar", "a"), SimpleNamespace(memory_size_bytes=99))
+    limit = each * 7 // 2
+    rig = Rig(num_threads=2, cache_bytes=limit)
     for text in ("a", "b", "c"):
         assert rig.compile(text).text == text
     assert rig.compile("a").text == "a"  # used last
     assert rig.compile("d").text == "d"  # evicts b
     assert rig.backend.compiled == ["a", "b", "c", "d"]
-    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 300)
+    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 3 * each)
     assert rig.compile("b").text == "b"
     assert rig.backend.compiled == ["a", "b", "c", "d", "b"]
     for number in range(50):
         rig.compile(f"n{number}")
-        assert rig.queue.cached_bytes <= 350
+        assert rig.queue.cached_bytes <= limit
 
 
 def test_grammar_errors_do_not_contain_native_source_locations() -> None:

@@ -16,7 +16,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore, Watchdog
 from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from argosy_engine.params import SamplingParams
-from argosy_engine.structured.compile_queue import MAX_RESUMED, CompileQueue, QueuedGrammars
+from argosy_engine.structured.compile_queue import MAX_RESUMED, CompileQueue, QueuedGrammars, grammar_bytes
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from fake_executor import BLOCK, FakeExecutor
@@ -155,7 +155,7 @@ class Core:
             self.backend, num_threads=4, cache_bytes=0, start_thread=self.backend.threads.append
         )
         self.core.structured = StructuredOutputManager(queue, self.core.config.vocab_size, (0,))
-        self.core.structured.queued.max_bytes = 200
+        self.core.structured.queued.max_bytes = 2 * grammar_bytes(spec("a1"), Grammar("a1"))
         self.ended: dict[str, EngineCoreOutput] = {}
 
     def add(self, *names: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -661,3 +663,42 @@ def test_accepted_schemas_compile(backend: XGrammarBackend, schema: Any) -> None
     jsonschema.Draft202012Validator.check_schema(schema)
     spec = StructuredOutputsParams(json=schema).spec()
     assert backend.compile(spec).memory_size_bytes > 0
+
+
+_MEMORY_OF_GRAMMARS = """
+import ctypes, gc, json, sys
+from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.structured.compile_queue import grammar_bytes
+from argosy_engine.structured.structured_outputs_params import GrammarSpec
+from argosy_engine.structured.xgrammar_backend import Deserializer, Vocabulary, XGrammarBackend
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+backend = XGrammarBackend(lambda: Vocabulary(resolve_model("builtin://tiny"), 1024, [2]), 1)
+deserializer = Deserializer(backend.prepare())
+specs = []
+for number in range(120):
+    names = [f"{kind}{number}" for kind in ("name", "count")]
+    properties = {names[0]: {"type": "string", "maxLength": 20}, names[1]: {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": names}
+    specs.append(GrammarSpec(kind="json", text=json.dumps(schema)))
+made = [backend.serialized(spec, backend.compile(spec)) for spec in specs]
+deserializer.grammar(made[0])
+before = resident()
+grammars = [deserializer.grammar(each) for each in made]
+print(resident() - before, sum(map(grammar_bytes, specs, grammars)))
+"""
+
+
+def test_a_grammar_is_counted_with_what_its_native_part_takes() -> None:
+    """A cache within its bound held five times of it: xgrammar counts a grammar's masks, and not its automaton."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _MEMORY_OF_GRAMMARS], capture_output=True, text=True, check=True
+    )
+    taken, counted = map(int, done.stdout.split())
+    assert 0 < taken < 1.25 * counted
+    assert counted < 8 * taken
