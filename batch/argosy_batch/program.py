@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -21,6 +22,7 @@ from argosy_batch.app import BatchApp, BatchMetrics
 from argosy_batch.batch_run import BatchRun, BatchRunner, RunContext
 from argosy_batch.batches import BatchesApi, BatchLeases, BatchRecords
 from argosy_batch.config import BatchConfig, ConfigError
+from argosy_batch.connections import RouterConnection
 from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.files_api import FilesApi
 from argosy_batch.line_requests import LinePace, LineRequests
@@ -139,6 +141,7 @@ class BatchProgram:
         self.server = _Server(
             uvicorn.Config(
                 self.app,
+                http=partial(RouterConnection, idle={}),  # type: ignore[arg-type]
                 log_config=None,
                 ws="none",
                 access_log=False,

@@ -105,14 +105,16 @@ def referenced_responses(request: ResponsesRequest) -> list[str]:
     Raises:
         BadRequest: its items refer to too many.
     """
-    needed = [request.previous_response_id] if request.previous_response_id is not None else []
+    needed: dict[str, None] = (
+        {} if request.previous_response_id is None else {request.previous_response_id: None}
+    )
     for item in _references(request):
         owner = _response_of(item.id or "")
-        if owner is not None and owner not in needed:
-            needed.append(owner)
+        if owner is not None:
+            needed[owner] = None
     if len(needed) > MAX_REFERENCED:
         raise BadRequest(f"input refers to items of more than {MAX_REFERENCED} responses", param="input")
-    return needed
+    return list(needed)
 
 
 def resolved_items(request: ResponsesRequest, stored: Mapping[str, StoredResponse]) -> list[ResponseItem]:

@@ -139,7 +139,7 @@ async def test_of_many_clients_that_leave_at_once_a_few_are_told_in_each_turn(ho
     for client in application.clients[-2:]:
         client.send(b"goes on")
     application.clients[-1].finish()
-    while state.wheel.turns.are_waiting:
+    while state.wheel.losses.are_waiting:
         turns[0] += 1
         await asyncio.sleep(0)
     assert len(application.lost) == len(connections) - 1, "one has answered meanwhile"

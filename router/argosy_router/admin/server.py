@@ -39,6 +39,11 @@ HEAD_TIMEOUT_S = 10.0
 head as on the main port."""
 READ_TIMEOUT_S = 30.0
 """How long a client may leave the write buffer full."""
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 100
+"""As of the main port: each takes a hundred bytes and more, whatever it has."""
+MAX_REQUEST_BYTES: Final = 9 * 1024 * 1024
+"""On the wire: bodies have 4 MB, perhaps in chunks; an endless trailer is told by no callback."""
 _PROBES: Final = frozenset((b"/health", b"/ready"))
 
 
@@ -55,6 +60,20 @@ class AdminConnection(HttpToolsProtocol):
         """The request that was begun to be answered last."""
         self._is_lost = False
         self._max_connections = self.limit_concurrency
+        self._wire_bytes = self._num_headers = 0
+        self._has_head = False
+
+    def data_received(self, data: bytes) -> None:
+        self._wire_bytes += len(data)
+        super().data_received(data)
+        if self._wire_bytes > (MAX_REQUEST_BYTES if self._has_head else MAX_HEAD_BYTES):
+            self._cut()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise ValueError("too many headers")  # uvicorn answers 400, and closes
+        super().on_header(name, value)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,12 +86,14 @@ class AdminConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_headers, self._has_head = 0, False
         if self._is_whole:
             self._end_silence()  # of the time between two requests
         self._is_whole = False
         self._begin_silence(HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
+        self._has_head = True
         self.limit_concurrency = None if self.url.partition(b"?")[0] in _PROBES else self._max_connections
         super().on_headers_complete()
 
@@ -82,6 +103,7 @@ class AdminConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._wire_bytes, self._has_head = 0, False
         self._is_whole = True
         if self._is_answering:
             self._end_silence()

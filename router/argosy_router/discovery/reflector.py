@@ -233,7 +233,7 @@ class Reflector(Generic[T]):
             page = await decoded_in_turns(_PAGES, data)
             turn = 0
             for raw in page.items or ():
-                item = self._decoded(raw)
+                item = await self._decoded(raw)
                 objects[item.metadata.uid or item.metadata.name] = item
                 turn += memoryview(raw).nbytes
                 if turn >= TURN_BYTES:
@@ -268,14 +268,14 @@ class Reflector(Generic[T]):
         try:
             async with response:
                 async for line in _lines(response):
-                    self._apply(await decoded_in_turns(_EVENTS, line))
+                    await self._apply(await decoded_in_turns(_EVENTS, line))
         except TimeoutError:
             return  # a silent connection; the next watch brings what it missed
 
-    def _apply(self, event: _Event) -> None:
+    async def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
             raise WatchExpired
-        item = self._decoded(event.object)
+        item = await self._decoded(event.object)
         self.succeeded_at = asyncio.get_running_loop().time()
         self._version = item.metadata.resource_version or self._version
         if event.type == "BOOKMARK":
@@ -289,9 +289,9 @@ class Reflector(Generic[T]):
             self._on_object(key, before, item)
         self._on_change()
 
-    def _decoded(self, raw: msgspec.Raw) -> T:
+    async def _decoded(self, raw: msgspec.Raw) -> T:
         """Return what is kept of an object."""
-        item = json_limits.decode(self._decoder, raw)
+        item = await decoded_in_turns(self._decoder, raw)
         metadata = item.metadata
         if len(metadata.labels) > MAX_LABELS or len(metadata.owner_references) > MAX_OWNERS:
             metadata.labels, metadata.owner_references = {}, []
@@ -329,11 +329,11 @@ class Reflector(Generic[T]):
         return response
 
 
-async def decoded_in_turns(decoder: msgspec.json.Decoder[S], text: bytes) -> S:
+async def decoded_in_turns(decoder: msgspec.json.Decoder[S], text: bytes | msgspec.Raw) -> S:
     """Decode a text. If it is too deep for the decoder it is cut first, in turns of the event loop."""
     with contextlib.suppress(RecursionError):
         return decoder.decode(text)
-    return decoder.decode(await in_turns(json_limits.cutting(text.decode())))
+    return decoder.decode(await in_turns(json_limits.cutting(bytes(text).decode())))
 
 
 async def _page(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

@@ -163,6 +163,8 @@ class TimerWheel:
         """`clock` returns the time that deadlines go by, in seconds; by default `loop.time`. Ticks are the loop's."""
         self.time: Callable[[], float] = loop.time if clock is None else clock
         self.turns = Turns(loop)
+        self.losses = Turns(loop)
+        """Of clients that have left: thousands may at once, and what others do must not wait for it."""
         self._loop = loop
         self._tick_s = tick_s
         self._buckets: dict[int, list[Deadline]] = {}

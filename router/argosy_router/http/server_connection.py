@@ -563,7 +563,7 @@ class ServerConnection(asyncio.Protocol):
         if self.listener is not None and not self._is_lost:
             self._is_lost = True
             # One client may have thousands of streams, each of which takes up to half a millisecond.
-            self._state.wheel.turns.run(self._tell_lost)
+            self._state.wheel.losses.run(self._tell_lost)
 
     def _tell_lost(self) -> None:
         listener, self.listener = self.listener, None

@@ -164,9 +164,11 @@ def without_token_ids(events: bytes) -> bytes:
     """Drop the comments of token ids from whole events, and the events that are such a comment alone."""
     if events.find(ID_COMMENT) < 0:  # a tenth of the pattern's time
         return events
-    return _TOKEN_IDS.sub(b"", events)
+    return _TOKEN_IDS.sub(b"", events, count=_MAX_ID_COMMENTS)
 
 
+_MAX_ID_COMMENTS: Final = 16_384
+"""More than a read of events has tokens; each costs a step of the search."""
 _TOKEN_IDS: Final = re.compile(rb"^%b[^\n]*\n\n?" % ID_COMMENT, re.MULTILINE)
 _COMMENTS: Final = re.compile(rb"(?:(?!%b)(?::[^\r\n]*+)?+(?:\r\n|\n|\r))*+" % ID_COMMENT)
 """One search for all of them: who sends a million empty ones has them looked at once."""

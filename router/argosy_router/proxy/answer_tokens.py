@@ -59,7 +59,7 @@ _NULL: Final = b"null"
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _CHOICES: Final = b'"choices"'
 _INDEX: Final = b'"index"'
-_OBJECT: Final = re.compile(rb"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_OBJECT: Final = re.compile(rb"\s{0,64}+:\s{0,64}+\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}")
 """What follows a key whose value is an object of numbers, or of objects of numbers."""
 _MESSAGE_START: Final = re.compile(rb"^event: ?message_start\r?$", re.MULTILINE)
 _MESSAGE_DELTA: Final = re.compile(rb"^event: ?message_delta\r?$", re.MULTILINE)
@@ -311,7 +311,7 @@ def without_progress(events: bytes) -> bytes:
             at = end
             continue
         at = start + len(_KEY)
-        value = None if is_last else _OBJECT.match(events, at)
+        value = None if is_last else _OBJECT.match(events, at, min(len(events), at + TAIL_BYTES))
         if value is None:
             continue
         at = value.end()

@@ -294,7 +294,8 @@ class StreamRelay:
 
     def _before_failure(self, transcript: Transcript, events: bytes) -> bytes:
         start = events.index(transcript.error_mark)
-        end = events.index(b"\n\n", start)
+        end = events.find(b"\n\n", start)
+        end = len(events) if end < 0 else end  # its last line may end in another way
         if transcript.unavailable_mark not in events[start:end]:
             return events
         self.failure = Refused(503, is_resource_busy=_RESOURCE_BUSY_CODE in events[start:end])

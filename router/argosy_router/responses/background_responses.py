@@ -53,6 +53,10 @@ MAX_PARTIAL_BYTES: Final = 1024 * 1024
 """Pieces of a stream are whole events; an answer that has more without the end of one is no stream, nor a response."""
 _EVENT_OVERHEAD: Final = 64
 """Bytes that an event takes in memory beside its own: engines may send millions of short ones."""
+_MAX_ERROR_BYTES: Final = 65536
+"""Of an error whose message is read."""
+_ADOPTED_PER_TURN: Final = 4096
+"""Events of another engine without the response; an event loop has other work than a million of them."""
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -194,12 +198,16 @@ class BackgroundRun:
 
     def fail(self, response: bytes) -> None:
         """Give a run that was refused before its first event those of a response that failed."""
-        if self.is_streamed and not self.events:
-            for number, name in enumerate((b"response.created", b"response.failed")):
-                self.events.append(
-                    b'event: %b\ndata: {"type":"%b","sequence_number":%d,"response":%b}\n\n'
-                    % (name, name, number, response)
-                )
+        if not self.is_streamed or self.events or self.is_forgotten:
+            return
+        for number, name in enumerate((b"response.created", b"response.failed")):
+            self.events.append(
+                b'event: %b\ndata: {"type":"%b","sequence_number":%d,"response":%b}\n\n'
+                % (name, name, number, response)
+            )
+        size = sum(map(len, self.events)) + _EVENT_OVERHEAD * len(self.events)
+        self.size += size
+        self._count(size)  # may drop them
 
     def finish(self) -> None:
         if self._cutter.tail:
@@ -241,13 +249,21 @@ class BackgroundRun:
             self._adopting = asyncio.create_task(self._work(), name="events of another engine")
 
     async def _work(self) -> None:
+        number = 0
         while self._foreign:
             event = self._foreign.popleft()
-            if has_response(event):
+            has_one = has_response(event)
+            if has_one:
                 event = (await self._found(event)).own_event(event)
             if not self.is_forgotten:
                 self.events.append(event)
+            number += 1
+            if has_one:
                 self.notify()
+            elif number % _ADOPTED_PER_TURN == 0:
+                self.notify()
+                await asyncio.sleep(0)
+        self.notify()
         self._adopting = None
 
     def _end(self, status: int, body: bytes) -> None:
@@ -518,6 +534,8 @@ class BackgroundResponses:
         try:
             send(run)
             status, body = await run.answer
+            run.answer = asyncio.get_running_loop().create_future()  # the run may be kept for long
+            run.answer.set_result((status, b""))
             if status == 200:
                 response, is_ended = await run.response_of(body)
                 if response is not None and not is_ended:
@@ -609,6 +627,8 @@ _decode_failure = msgspec.json.Decoder(_FailedAnswer).decode
 
 def _message_of(body: bytes) -> str:
     """Return the message of an error's body; empty if it has none."""
+    if len(body) > _MAX_ERROR_BYTES:
+        return ""
     try:
         return _decode_failure(body).error.message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
