@@ -112,17 +112,27 @@ def _live_table(status: FleetStatus) -> RenderableType:
         done = service.is_settled and not status.is_stopping
         mark = Text("✓", style="green") if done else Spinner("dots")
         grid.add_row(
-            mark, Text(service.key, style="bold"), f"{service.routable}/{service.desired}", service.reason
+            mark,
+            Text(service.key, style="bold"),
+            f"{service.routable}/{service.desired}",
+            _plain(service.reason),
         )
         for replica in service.replicas:
             state = Text(replica.phase, style=_STYLES.get(replica.phase, ""))
-            grid.add_row("", f"  {replica.name}", state, replica.reason)
+            grid.add_row("", f"  {replica.name}", state, _plain(replica.reason))
     router = status.router
     mark = Text("✓", style="green") if router.is_ready else Spinner("dots")
     grid.add_row(
-        mark, Text("router", style="bold"), "Ready" if router.is_ready else "Starting", router.reason
+        mark, Text("router", style="bold"), "Ready" if router.is_ready else "Starting", _plain(router.reason)
     )
     return grid
+
+
+def _plain(text: str) -> RenderableType:
+    """A text of others as it is."""
+    from rich.text import Text
+
+    return Text(printable(text))
 
 
 _SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)(?:([kmgt])|([KMGT])(?:iB?)?)?")

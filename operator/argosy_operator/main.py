@@ -262,10 +262,17 @@ def health_app(
         return web.Response(body=written[1], headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
+    app.on_response_prepare.append(_end_connection)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
+
+
+async def _end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+    """Answer one request of a connection: any pod may connect, and those that are sent ahead are all answered in one
+    turn of the event loop."""
+    response.force_close()
 
 
 @contextlib.asynccontextmanager

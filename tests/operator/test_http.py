@@ -479,3 +479,22 @@ async def test_a_router_is_asked_with_the_key_that_it_has(
                 await ask(FleetKeys(b"x" * 32))("127.0.0.1", None)
     finally:
         await runner.cleanup()
+
+
+async def test_requests_that_are_sent_ahead_are_not_all_answered() -> None:
+    """Any pod may connect, and all of them were answered in one turn of the event loop."""
+    router = FakeRouter(cluster := FakeKubernetes())
+    controller = Controller(
+        cluster, CONFIG, fetch=router.fetch, fetch_load=router.fetch_load, ask_progress=FakeFetchers()
+    )
+    app = health_app(controller, resync_seconds=300)
+    async with serve_health(app, 0, "127.0.0.1") as port, asyncio.timeout(60):
+        for path in ("/healthz", "/none"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() * 500)
+            answers = b""
+            with contextlib.suppress(ConnectionResetError):
+                while chunk := await reader.read(65536):
+                    answers += chunk
+            assert answers.count(b"HTTP/1.1 ") == 1
+            writer.close()

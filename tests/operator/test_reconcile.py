@@ -666,3 +666,42 @@ async def test_pods_that_tenants_label_as_routers_cost_no_look_at_all_pods() -> 
                 operator.controller.handle(PODS, "MODIFIED", pod("team", component, component, version))
             costs.append(time.thread_time() - began)
         assert costs[1] < 5 * costs[0]
+
+
+LABELLED = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {
+        "name": "mine",
+        "namespace": "team",
+        "labels": {"app.kubernetes.io/managed-by": "argosy-operator", "inference.argosy.dev/service": "tiny"},
+    },
+    "spec": {},
+}
+
+
+async def touch(cluster: FakeKubernetes, key: tuple[Kind, str, str], *, times: int, seconds: float) -> None:
+    """Change a label of an object, of which nothing follows."""
+    for number in range(times):
+        obj = copy.deepcopy(cluster.objects[key])
+        obj["metadata"].setdefault("labels", {})["app.kubernetes.io/part-of"] = str(number)
+        cluster.overwrite(key, obj)
+        await asyncio.sleep(seconds)
+
+
+@virtual_time
+async def test_what_a_tenant_labels_repeats_no_write_that_failed() -> None:
+    """A change of a Service, or of a service's own labels, is a tenant's as a pod is."""
+    for key in ((SERVICES, "team", "mine"), (INFERENCE_SERVICES, "team", "tiny")):
+        async with settled(isvc_object(replicas=1)) as (cluster, _):
+            cluster.create(copy.deepcopy(LABELLED))
+            cluster.is_refused = lambda obj: obj["kind"] == "Deployment"
+            edit_engine(cluster, threads=2)
+            await asyncio.sleep(100)
+            cluster.writes.clear()
+            await touch(cluster, key, times=80, seconds=0.05)
+            assert sum(each[:2] == ("apply", "Deployment") for each in cluster.writes) <= 3
+            cluster.is_refused = lambda obj: False
+            edit_engine(cluster, threads=3)
+            await asyncio.sleep(0.5)
+            assert ("apply", "Deployment", "tiny-engine") in cluster.writes[-4:]

@@ -139,7 +139,8 @@ class KubernetesApi:
         size = PageSize(LIST_PAGE, LIST_PAGE_MAX)
         async with aclosing(self._pages(kind, namespace=namespace, labels=labels, size=size)) as pages:
             async for page in pages:
-                items += [kept_fields(kind, item) for item in page.items]
+                with _translated(f"list {kind.plural}"):
+                    items += [kept_fields(kind, item) for item in page.items]
                 version = page.version
         return ObjectList(items, version)
 
@@ -372,7 +373,15 @@ def _translated(action: str) -> Iterator[None]:
         yield
     except ApiException as error:
         raise ApiError(action, error.status or 0, _message(error)) from error
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+    except (
+        TimeoutError,
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ApiError(action, 0, f"{type(error).__name__}: {error}") from error
 
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SERVICES_AT_ONCE: Final = 8
 """Services evaluated before others get the event loop."""
+PODS_AS_A_SERVICE: Final = 64
+"""So many pods of a service take as long as one more service."""
 
 
 class _Scaled:
@@ -94,11 +96,15 @@ class Autoscaler:
         (SERVICES_AT_ONCE)."""
         loads = self._loads()
         names: set[Name] = set()
+        looked = 0
         for obj in self._store.all(INFERENCE_SERVICES):
             if _is_scaled(obj):
-                names.add(object_name(obj))
+                name = object_name(obj)
+                names.add(name)
                 self._try(obj, loads)
-                if len(names) % SERVICES_AT_ONCE == 0:
+                looked += 1 + self._store.count_children(PODS, name) // PODS_AS_A_SERVICE
+                if looked >= SERVICES_AT_ONCE:
+                    looked = 0
                     yield
         for gone in self.names - names:
             self._scaled.pop(gone, None)

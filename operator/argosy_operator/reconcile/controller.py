@@ -317,25 +317,25 @@ class Controller:
 
     def _enqueue(self, kind: Kind, obj: Object, before: Object | None) -> None:
         if kind is INFERENCE_SERVICES:
-            self.queue.add(object_name(obj))
-            if before is None or _identity(before) != _identity(obj):
+            name, is_edit = object_name(obj), before is None or _identity(before) != _identity(obj)
+            self.queue.add_after(name, self._gathering(name, is_edit=is_edit))
+            if is_edit:
                 self.queue.add(FLEET)
             return
         service = service_of(obj)
-        if service is not None and kind is PODS:
+        if service is not None:
             self.queue.add_after(service, self._gathering(service))
-        elif service is not None:
-            self.queue.add(service)
         if kind is DEPLOYMENTS and has_the_turn(before or obj) and (before is None or not has_the_turn(obj)):
             self._reconciler.wake_next()
         if kind is PODS and self._is_router(obj):
             self._refresh_routers()
 
-    def _gathering(self, service: Name) -> float:
-        """Seconds for which changes of a service's pods are gathered."""
+    def _gathering(self, service: Name, *, is_edit: bool = False) -> float:
+        """Seconds for which changes of a service and of its pods and children are gathered, all of which a tenant may
+        change as often as they like. An edit of the spec may correct what has failed."""
         wait = GATHER_S * self.store.count_children(PODS, service)
         wait = max(wait, GATHER_FACTOR * self._reconciler.costs.get(service, 0.0))
-        if self.queue.has_failed(service):
+        if not is_edit and self.queue.has_failed(service):
             wait = max(wait, GATHER_FAILED_S)
         return min(GATHER_MAX_S, wait)
 
@@ -393,7 +393,7 @@ class Controller:
         if self._may_work.is_set():
             self._autoscaler.evaluate_some({"/".join(name)})
         if self.store.get(INFERENCE_SERVICES, *name) is not None:
-            self.queue.add(name)
+            self.queue.add_after(name, self._gathering(name))
 
     async def _look_for_scalers(self) -> None:
         """Know what else scales services, before this operator decides about their numbers."""
