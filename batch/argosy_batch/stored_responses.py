@@ -27,7 +27,7 @@ from argosy_batch.object_store import AlreadyExists, Changed, ObjectStore, Quota
 from argosy_protocol import batch_program
 from argosy_protocol.errors import StorageUnavailable
 from argosy_protocol.response_history import StoredResponse
-from argosy_protocol.responses import with_status
+from argosy_protocol.responses import ResponseProgress, with_status
 
 MAX_GAP_S: Final = 30.0
 """Clients poll more often."""
@@ -140,23 +140,9 @@ def owner_of_responses(account_name: str) -> str:
     return owner_of(f"{account_name}\0{KIND}")
 
 
-class _State(msgspec.Struct):
-    """Of a response: whether it is over. Its output may be a million items."""
-
-    status: str
-    created_at: float = 0
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status not in ("queued", "in_progress")
-
-
-_decode_state = msgspec.json.Decoder(_State).decode
-
-
-def _decoded(data: bytes) -> tuple[StoredResponse, _State]:
+def _decoded(data: bytes) -> tuple[StoredResponse, ResponseProgress]:
     record = _decode(data)
-    return record, _decode_state(record.response)
+    return record, record.progress()
 
 
 class StoredResponses:

@@ -22,6 +22,7 @@ from argosy_protocol.responses import (
     ItemList,
     ResponseContentPart,
     ResponseItem,
+    ResponseProgress,
     ResponsesRequest,
     ResponseState,
 )
@@ -66,6 +67,7 @@ class _Identified(Struct, frozen=True):
 
 _decode_id = msgspec.json.Decoder(_Identified).decode
 _decode_state = msgspec.json.Decoder(ResponseState).decode
+_decode_progress = msgspec.json.Decoder(ResponseProgress).decode
 
 
 class StoredResponse(Struct, frozen=True):
@@ -77,6 +79,10 @@ class StoredResponse(Struct, frozen=True):
     """The conversation before it, oldest item first, each with an id."""
     runner: str = ""
     """Of one that is generated in the background: what tells whether that goes on (the router's `RunHeartbeat`)."""
+
+    def progress(self) -> ResponseProgress:
+        """Whether it is over; its items are not decoded."""
+        return _decode_progress(self.response)
 
     def state(self) -> ResponseState:
         return _decode_state(self.response)

@@ -592,18 +592,23 @@ class ItemList(Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-class ResponseState(Struct):
-    """What is read of a stored response: whether it is over, and what the next turn continues."""
+class ResponseProgress(Struct):
+    """What is read of a stored response to know whether it is over. Its output may be a million items."""
 
     id: str
     status: ResponseStatus
     created_at: float = 0
     background: bool = False
-    output: list[ResponseItem] = []
 
     @property
     def is_finished(self) -> bool:
         return self.status in _FINISHED
+
+
+class ResponseState(ResponseProgress):
+    """The same, with what the next turn continues."""
+
+    output: list[ResponseItem] = []
 
 
 def begun_response(
