@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from argosy_engine.attention.backend import Attention, AttentionMetadata, ModelInputs
 from argosy_engine.attention.cpu_attn import CpuBackend
@@ -61,6 +63,18 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     loaded.set_threads(1)
 
 
+@pytest.fixture(
+    params=[each for each in (*HERE, build.AMX_MODEL) if each.cpu_flags <= build.cpu_flags()],
+    ids=lambda variant: variant.name,
+)
+def linear_kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The same with AMX's tiles, which only linear layers use, on a CPU without them."""
+    loaded = Kernels(build.library_path(request.param))
+    loaded.set_threads(3)
+    yield loaded
+    loaded.set_threads(1)
+
+
 @pytest.fixture
 def fresh_kernels() -> Iterator[Callable[[], Kernels | None]]:
     """`library.kernels`, deciding anew; afterwards the rest of the suite gets what it had."""
@@ -94,55 +108,109 @@ def test_a_row_of_attention_does_not_depend_on_batch_or_chunks(kernels: Kernels,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_linear_equals_float64_for_every_number_of_rows(linear_kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    for out_features, in_features in ((1, 16), (33, 62), (64, 64), (200, 130), (1000, 256)):
+    for out_features, in_features in ((1, 16), (33, 62), (64, 64), (200, 130), (1000, 256), (40, 1056)):
         weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
         bias = torch.randn(out_features, generator=generator).to(dtype)
-        packed = kernels.pack_linear(weight, bias)
+        packed = linear_kernels.pack_linear(weight, bias)
         x = torch.randn(301, in_features, generator=generator).to(dtype)
         expected = x.double() @ weight.double().t() + bias.double()
-        whole = kernels.linear(x, packed, torch.float32)
+        whole = linear_kernels.linear(x, packed, torch.float32)
         assert error(whole, expected) < 1e-4
         for rows in (*range(26), 48, 97):
-            part = kernels.linear(x[:rows].contiguous(), packed, torch.float32)
+            part = linear_kernels.linear(x[:rows].contiguous(), packed, torch.float32)
             assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
-        narrow = kernels.linear(x, kernels.pack_linear(weight), dtype)
+        narrow = linear_kernels.linear(x, linear_kernels.pack_linear(weight), dtype)
         assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_gated_linear_equals_float64_for_every_number_of_rows(
+    linear_kernels: Kernels, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(4)
-    for inner, in_features in ((16, 16), (48, 62), (208, 130)):
+    for inner, in_features in ((16, 16), (48, 62), (208, 130), (48, 96)):
         weight = torch.randn(2 * inner, in_features, generator=generator).to(dtype)
         bias = torch.randn(2 * inner, generator=generator).to(dtype)
         x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
         for offset in (None, bias):
-            packed = kernels.pack_linear(weight, offset, is_gated=True)
+            packed = linear_kernels.pack_linear(weight, offset, is_gated=True)
             gate, up = F.linear(
                 x.double(), weight.double(), offset if offset is None else offset.double()
             ).chunk(2, -1)
-            whole = kernels.gated_linear(x, packed)
+            whole = linear_kernels.gated_linear(x, packed)
             assert error(whole, F.silu(gate) * up) < TOLERANCE[dtype]
             for rows in (0, 1, 2, 13, 48):
-                assert torch.equal(kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
+                assert torch.equal(linear_kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_relus_equal_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_squared_relus_equal_float64_for_every_number_of_rows(
+    linear_kernels: Kernels, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(5)
     for inner, in_features in ((1, 16), (33, 62), (208, 130)):
         weight = torch.randn(inner, in_features, generator=generator).to(dtype)
         bias = torch.randn(inner, generator=generator).to(dtype)
         x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
         for offset in (None, bias):
-            packed = kernels.pack_linear(weight, offset)
+            packed = linear_kernels.pack_linear(weight, offset)
             up = F.linear(x.double(), weight.double(), offset if offset is None else offset.double())
-            whole = kernels.squared_relu_linear(x, packed)
+            whole = linear_kernels.squared_relu_linear(x, packed)
             assert error(whole, F.relu(up).square()) < TOLERANCE[dtype]
             for rows in (0, 1, 2, 13, 48):
-                assert torch.equal(kernels.squared_relu_linear(x[:rows].contiguous(), packed), whole[:rows])
+                assert torch.equal(
+                    linear_kernels.squared_relu_linear(x[:rows].contiguous(), packed), whole[:rows]
+                )
+
+
+@pytest.mark.skipif(
+    not build.AMX_MODEL.cpu_flags <= build.cpu_flags(), reason="the model of AMX needs AVX-512"
+)
+def test_the_model_of_amx_rounds_as_the_manual_says() -> None:
+    loaded = Kernels(build.library_path(build.AMX_MODEL))
+    generator = torch.Generator().manual_seed(9)
+    x, weight = (torch.randn(n, 608, generator=generator).bfloat16() for n in (35, 33))
+    x[0, :64] *= 2.0**-126  # denormal numbers and sums count as zero
+    found = loaded.linear(x, loaded.pack_linear(weight), torch.float32)
+    products = (x.float()[:, None] * weight.float()[None]).numpy()  # exact: 8 bits by 8
+
+    def flushed(sums: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.where(np.abs(sums) < np.finfo(np.float32).tiny, np.float32(0), sums)
+
+    products[0, :, :64] = 0
+    total = np.zeros(products.shape[:2], np.float32)
+    for tile in range(0, 608, 32):
+        pair = np.zeros((2, *total.shape), np.float32)
+        for k in range(tile, tile + 32):
+            pair[k % 2] = flushed(pair[k % 2] + products[..., k])
+        total = flushed(total + flushed(pair[0] + pair[1]))
+    assert np.array_equal(found.numpy(), total)
+
+
+@pytest.mark.parametrize("fault", ["refused", "wrong"])
+def test_without_working_amx_the_next_variant_serves(
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fresh_kernels: Callable[[], Kernels | None],
+) -> None:
+    if not build.AMX_MODEL.cpu_flags <= build.cpu_flags():
+        pytest.skip("the model of AMX needs AVX-512")
+    monkeypatch.setattr(build, "VARIANTS", (build.AMX_MODEL, *HERE))
+    check = library._check_tiles
+    monkeypatch.setattr(
+        library,
+        "_check_tiles",
+        lambda found: check(found if found < 0 else found | {"refused": 8, "wrong": 1}[fault]),
+    )
+    with caplog.at_level(logging.WARNING, logger=library.__name__):
+        loaded = fresh_kernels()
+    assert loaded is not None
+    assert loaded.variant == next(each.name for each in HERE if each.name != "amx_bf16")
+    (line,) = caplog.messages
+    assert ("does not let" if fault == "refused" else "computes wrongly") in line
 
 
 def test_squared_relus_keep_nan(kernels: Kernels) -> None:
@@ -356,11 +424,18 @@ def test_a_debug_build_stops_at_a_slot_outside_of_the_cache() -> None:
 
 def test_the_best_variant_of_a_cpu_is_chosen() -> None:
     everything = frozenset().union(*(variant.cpu_flags for variant in build.VARIANTS))
-    assert build.choose_variant(everything).name == "avx512_bf16"
-    assert build.choose_variant(everything - {"avx512_bf16"}).name == "avx512"
-    assert build.choose_variant(everything - {"avx512_bf16", "avx512vl"}).name == "avx2"
-    with pytest.raises(NativeUnavailable, match="none of: avx512_bf16, avx512, avx2"):
-        build.choose_variant(frozenset({"fpu", "avx2"}))
+    amd, sapphire_rapids = ("AuthenticAMD", 26, 2), ("GenuineIntel", 6, 143)
+    for without, model, expected in (
+        ((), amd, "amx_bf16"),
+        ((), sapphire_rapids, "amx_bf16"),
+        (("amx_bf16",), amd, "avx512_bf16"),
+        (("amx_tile",), sapphire_rapids, "avx512"),
+        (("amx_bf16", "avx512_bf16"), amd, "avx512"),
+        (("avx512_bf16", "avx512vl"), amd, "avx2"),
+    ):
+        assert build.fitting_variants(everything - {*without}, model)[0].name == expected
+    with pytest.raises(NativeUnavailable, match="none of: amx_bf16, avx512_bf16, avx512, avx2"):
+        build.fitting_variants(frozenset({"fpu", "avx2"}))
 
 
 @pytest.mark.parametrize(

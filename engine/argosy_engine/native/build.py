@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,17 +54,26 @@ class Variant:
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_AVX512_CPU = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+_BF16 = (*_AVX512, "-mavx512bf16")
 VARIANTS = (
     Variant(
-        "avx512_bf16",
-        frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
-        (*_AVX512, "-mavx512bf16"),
+        "amx_bf16",
+        _AVX512_CPU | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        (*_BF16, "-DARGOSY_TILES=Hardware"),
         16,
     ),
-    Variant("avx512", frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}), _AVX512, 16),
+    Variant("avx512_bf16", _AVX512_CPU | {"avx512_bf16"}, _BF16, 16),
+    Variant("avx512", _AVX512_CPU, _AVX512, 16),
     Variant("avx2", frozenset({"avx2", "fma"}), _AVX2, 8),
 )
 """Best first."""
+AMX_MODEL = Variant("amx_model", _AVX512_CPU, (*_AVX512, "-DARGOSY_TILES=Model"), 16)
+"""`amx_bf16` with a model of its instructions, for tests on other CPUs."""
+
+_SLOW_BF16 = frozenset({("GenuineIntel", 6, model) for model in (143, 173, 174, 207)})
+"""CPUs (vendor, family, model) that multiply bf16 by AVX-512 at half the rate of float32: Sapphire, Emerald and Granite
+Rapids."""
 
 
 class NativeUnavailable(Exception):
@@ -79,7 +89,7 @@ def usable_variant() -> Variant:
     """
     if os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         raise NativeUnavailable(f"the kernels are off ({ENVIRONMENT_VARIABLE}=0)")
-    variant = choose_variant(cpu_flags())
+    variant = own_variants()[0]
     if not _prebuilt(variant).is_file():
         find_compiler()
     return variant
@@ -95,7 +105,7 @@ def library_path(variant: Variant | None = None, *, is_debug: bool = False) -> P
     Raises:
         NativeUnavailable: no variant for this CPU, no compiler, no place to keep the result, or a failed build.
     """
-    variant = variant or choose_variant(cpu_flags())
+    variant = variant or own_variants()[0]
     prebuilt = _prebuilt(variant)
     if not is_debug and prebuilt.is_file():
         return prebuilt
@@ -122,13 +132,40 @@ def cpu_flags() -> frozenset[str]:
     )
 
 
-def choose_variant(flags: frozenset[str]) -> Variant:
-    for variant in VARIANTS:
-        if variant.cpu_flags <= flags:
-            return variant
-    raise NativeUnavailable(
-        f"this CPU ({platform.machine()}) has none of: {', '.join(v.name for v in VARIANTS)}"
+def cpu_model() -> tuple[str, int, int]:
+    """Return vendor, family and model of the first CPU in /proc/cpuinfo; zeros where they are not told."""
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    family, model = (fields.get(name, "") for name in ("cpu family", "model"))
+    return (
+        fields.get("vendor_id", ""),
+        int(family) if family.isdecimal() else 0,
+        int(model) if model.isdecimal() else 0,
     )
+
+
+def fitting_variants(flags: frozenset[str], model: tuple[str, int, int] = ("", 0, 0)) -> list[Variant]:
+    """Return the variants for a CPU, best first. Its system may still refuse the registers of the first.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    found = [each for each in VARIANTS if each.cpu_flags <= flags]
+    if model in _SLOW_BF16:
+        found = [each for each in found if each.name != "avx512_bf16"]
+    if not found:
+        raise NativeUnavailable(
+            f"this CPU ({platform.machine()}) has none of: {', '.join(v.name for v in VARIANTS)}"
+        )
+    return found
+
+
+def own_variants() -> list[Variant]:
+    """Return the variants for this CPU; see `fitting_variants`."""
+    return fitting_variants(cpu_flags(), cpu_model())
 
 
 def find_compiler() -> str:

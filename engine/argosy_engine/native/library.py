@@ -21,7 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from argosy_engine.native.build import ENVIRONMENT_VARIABLE, NativeUnavailable, library_path
+from argosy_engine.native.build import (
+    ENVIRONMENT_VARIABLE,
+    NativeUnavailable,
+    library_path,
+    own_variants,
+)
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +153,26 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Element types that the kernels support, and their numbers in C."""
 
 
+class NoTiles(NativeUnavailable):
+    """AMX cannot be used; the message says why."""
+
+
+_WRONG, _DEPENDS_ON_ROWS, _ROUNDING, _REFUSED = 1, 2, 4, 8
+"""`amx::Finding`."""
+
+
+def _check_tiles(found: int) -> None:
+    """Check what the test of a library's tiles has found; -1: it uses none."""
+    if found < 0:
+        return
+    if found & _REFUSED:
+        raise NoTiles("the system does not let this process use AMX")
+    if found & (_WRONG | _DEPENDS_ON_ROWS):
+        raise NoTiles("AMX computes wrongly on this CPU")
+    if found & _ROUNDING:
+        log.info("AMX rounds otherwise on this CPU than in Intel's manual")
+
+
 class PackedLinear:
     """A weight and an optional bias in the kernels' layout: int32 [panels, units, outputs per panel].
 
@@ -165,10 +190,17 @@ class Kernels:
     """Kernels for contiguous CPU tensors of the dtypes in DTYPES. Callers must pass valid shapes; nothing is checked.
 
     Calls release the GIL and share one pool of `set_threads` threads.
+
+    Args:
+        path: of the library.
+
+    Raises:
+        NoTiles: this system or CPU has no working AMX, and the library uses it.
     """
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        _check_tiles(self._library.argosy_test_tiles())
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
@@ -178,6 +210,8 @@ class Kernels:
         self.lanes: int = self._library.argosy_lanes()
         """Elements of a vector register. Head sizes, block sizes and widths must be multiples of it."""
         self.path = path
+        self.variant = path.name.partition("-")[0]
+        """Name of the instruction set, which decides how sums of bfloat16 are rounded."""
         self.set_threads(torch.get_num_threads())
 
     def set_threads(self, threads: int) -> None:
@@ -428,12 +462,21 @@ def kernels() -> Kernels | None:
         log.info("CPU kernels are off (%s=0): computing with torch", ENVIRONMENT_VARIABLE)
         return None
     try:
-        loaded = Kernels(library_path(is_debug=wanted == "debug"))
+        loaded = _first_usable(is_debug=wanted == "debug")
     except (NativeUnavailable, OSError) as error:
         log.warning("no CPU kernels, computing with torch at a fraction of the speed: %s", error)
         return None
     log.info("CPU kernels: %s", loaded.path.name)
     return loaded
+
+
+def _first_usable(*, is_debug: bool) -> Kernels:
+    for variant in own_variants():
+        try:
+            return Kernels(library_path(variant, is_debug=is_debug))
+        except NoTiles as error:
+            log.warning("the CPU kernels do without AMX, several times slower with long prompts: %s", error)
+    raise AssertionError("the last variant needs no AMX")
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

@@ -40,7 +40,7 @@ from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
 from argosy_engine.models.registry import CausalLM
-from argosy_engine.native.library import kernels
+from argosy_engine.native.library import Kernels, kernels, kernels_for
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
 from argosy_engine.sample.sampler import SamplerOptions, self_test
@@ -422,9 +422,14 @@ class Worker:
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
             *([f"quantization {args.quantization}"] if args.quantization else []),
+            # Replicas on unlike CPUs must not continue each other's streams.
+            *([f"cpu kernels {loaded.variant}"] if (loaded := self._bf16_kernels()) is not None else []),
             *([setting] if (setting := args.request_defaults.setting()) else []),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
+
+    def _bf16_kernels(self) -> Kernels | None:
+        return kernels_for(self._device, self._dtype) if self._dtype is torch.bfloat16 else None
 
     def _graph_sizes(self) -> list[int]:
         """Return the decode steps to capture as CUDA graphs, by number of requests; empty: all run eagerly."""

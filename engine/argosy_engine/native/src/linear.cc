@@ -36,5 +36,14 @@ void argosy_squared_relu_linear(int dtype, const Linear* linear, const void* x, 
   });
 }
 
+// Returns the `amx::Finding`s of this CPU's tiles; -1 if this library does not use them. To be called before all else.
+int argosy_test_tiles() {
+#if defined(ARGOSY_TILES)
+  return amx::test<amx::ARGOSY_TILES>();
+#else
+  return -1;
+#endif
+}
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "pool.h"
 #include "tile.h"
 
@@ -71,10 +72,24 @@ struct LinearJob {
 
   void run() const {
     if (rows <= 0) return;
+#if defined(ARGOSY_TILES)
+    if constexpr (sizeof(T) == 2) {
+      if (units % amx::kUnits == 0) return run_tiles();
+    }
+#endif
     // The rows of a block stay in the second-level cache while the panels are read.
     constexpr int64_t kBlockBytes = 256 << 10;
     const int64_t fit = std::max<int64_t>(kBlockBytes / (int64_t(units) * 4) / kMaxRows, 4) * kMaxRows;
     const int block_rows = int(std::min<int64_t>(fit, rows));
+    for_tasks(block_rows, [this](int first_row, int block, int first_panel, int last_panel) {
+      for (int panel = first_panel; panel < last_panel; ++panel)
+        multiply(first_row, block, panel, panel + 1 < last_panel);
+    });
+  }
+
+  // Calls body(first row, rows, first panel, last panel) for all parts of the result.
+  template <class F>
+  void for_tasks(int block_rows, F&& body) const {
     const int blocks = int(ceil_div(rows, block_rows));
     const int panels = int(ceil_div(out, kPanel));
     const int threads = Pool::instance().threads();
@@ -85,11 +100,36 @@ struct LinearJob {
     Pool::instance().run(blocks * groups, [&](int task) {
       const int first_row = task / groups * block_rows;
       const int first_panel = task % groups * per_task;
-      const int last_panel = std::min(first_panel + per_task, panels);
-      for (int panel = first_panel; panel < last_panel; ++panel)
-        multiply(first_row, std::min(block_rows, rows - first_row), panel, panel + 1 < last_panel);
+      body(first_row, std::min(block_rows, rows - first_row), first_panel, std::min(first_panel + per_task, panels));
     });
   }
+
+#if defined(ARGOSY_TILES)
+  void run_tiles() const {
+    const int blocks = int(ceil_div(rows, amx::kBlockRows));
+    const int block_rows = int(ceil_div(ceil_div(rows, blocks), 2 * amx::kRows)) * 2 * amx::kRows;
+    for_tasks(block_rows, [this](int first_row, int block, int first_panel, int last_panel) {
+      for (int panel = first_panel; panel < last_panel; ++panel) multiply_tiles(first_row, block, panel);
+      amx::ARGOSY_TILES::release();
+    });
+  }
+
+  __attribute__((noinline)) void multiply_tiles(int first_row, int block, int panel) const {
+    static_assert(kPanel == amx::kPanelUnits);
+    alignas(64) float sums[amx::kBlockRows * kPanel];
+    amx::product<amx::ARGOSY_TILES>(x + int64_t(first_row) * units, units, packed + int64_t(panel) * units * kPanel, block,
+                                    sums);
+    for (int r = 0; r < block; ++r) {
+      const vfloat low = load(sums + r * kPanel), high = load(sums + r * kPanel + kLanes);
+      if constexpr (kResult == Result::kGated) {
+        write_gated(first_row + r, panel, low, high);
+      } else {
+        write(first_row + r, panel * kPanel, low);
+        write(first_row + r, panel * kPanel + kLanes, high);
+      }
+    }
+  }
+#endif
 
   // Multiplies one block of rows by one panel, and prefetches the next panel meanwhile: otherwise memory is idle during
   // every pass but the first. Never inlined, because in a larger function the accumulators are not kept in registers.
