@@ -39,7 +39,7 @@ from argosy_engine.params import SamplingParams
 from attention_cases import Case, Span, attention_metadata, random_case
 from greedy_reference import differing_tokens
 
-HERE = [variant for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
+HERE = [each for each in (*build.VARIANTS, build.AMX_MODEL) if each.cpu_flags <= build.cpu_flags()]
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -56,19 +56,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(params=HERE, ids=lambda variant: variant.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """Every variant this CPU can run, not only the one it would choose; three threads, more than some machines have."""
-    loaded = Kernels(build.library_path(request.param))
-    loaded.set_threads(3)
-    yield loaded
-    loaded.set_threads(1)
-
-
-@pytest.fixture(
-    params=[each for each in (*HERE, build.AMX_MODEL) if each.cpu_flags <= build.cpu_flags()],
-    ids=lambda variant: variant.name,
-)
-def linear_kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """The same with AMX's tiles, which only linear layers use, on a CPU without them."""
+    """Every variant this CPU can run, and AMX's model; three threads, more than some machines have."""
     loaded = Kernels(build.library_path(request.param))
     loaded.set_threads(3)
     yield loaded
@@ -108,61 +96,55 @@ def test_a_row_of_attention_does_not_depend_on_batch_or_chunks(kernels: Kernels,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_equals_float64_for_every_number_of_rows(linear_kernels: Kernels, dtype: torch.dtype) -> None:
+def test_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for out_features, in_features in ((1, 16), (33, 62), (64, 64), (200, 130), (1000, 256), (40, 1056)):
         weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
         bias = torch.randn(out_features, generator=generator).to(dtype)
-        packed = linear_kernels.pack_linear(weight, bias)
+        packed = kernels.pack_linear(weight, bias)
         x = torch.randn(301, in_features, generator=generator).to(dtype)
         expected = x.double() @ weight.double().t() + bias.double()
-        whole = linear_kernels.linear(x, packed, torch.float32)
+        whole = kernels.linear(x, packed, torch.float32)
         assert error(whole, expected) < 1e-4
         for rows in (*range(26), 48, 97):
-            part = linear_kernels.linear(x[:rows].contiguous(), packed, torch.float32)
+            part = kernels.linear(x[:rows].contiguous(), packed, torch.float32)
             assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
-        narrow = linear_kernels.linear(x, linear_kernels.pack_linear(weight), dtype)
+        narrow = kernels.linear(x, kernels.pack_linear(weight), dtype)
         assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_linear_equals_float64_for_every_number_of_rows(
-    linear_kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_gated_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     for inner, in_features in ((16, 16), (48, 62), (208, 130), (48, 96)):
         weight = torch.randn(2 * inner, in_features, generator=generator).to(dtype)
         bias = torch.randn(2 * inner, generator=generator).to(dtype)
         x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
         for offset in (None, bias):
-            packed = linear_kernels.pack_linear(weight, offset, is_gated=True)
+            packed = kernels.pack_linear(weight, offset, is_gated=True)
             gate, up = F.linear(
                 x.double(), weight.double(), offset if offset is None else offset.double()
             ).chunk(2, -1)
-            whole = linear_kernels.gated_linear(x, packed)
+            whole = kernels.gated_linear(x, packed)
             assert error(whole, F.silu(gate) * up) < TOLERANCE[dtype]
             for rows in (0, 1, 2, 13, 48):
-                assert torch.equal(linear_kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
+                assert torch.equal(kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_relus_equal_float64_for_every_number_of_rows(
-    linear_kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_squared_relus_equal_float64_for_every_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     for inner, in_features in ((1, 16), (33, 62), (208, 130)):
         weight = torch.randn(inner, in_features, generator=generator).to(dtype)
         bias = torch.randn(inner, generator=generator).to(dtype)
         x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
         for offset in (None, bias):
-            packed = linear_kernels.pack_linear(weight, offset)
+            packed = kernels.pack_linear(weight, offset)
             up = F.linear(x.double(), weight.double(), offset if offset is None else offset.double())
-            whole = linear_kernels.squared_relu_linear(x, packed)
+            whole = kernels.squared_relu_linear(x, packed)
             assert error(whole, F.relu(up).square()) < TOLERANCE[dtype]
             for rows in (0, 1, 2, 13, 48):
-                assert torch.equal(
-                    linear_kernels.squared_relu_linear(x[:rows].contiguous(), packed), whole[:rows]
-                )
+                assert torch.equal(kernels.squared_relu_linear(x[:rows].contiguous(), packed), whole[:rows])
 
 
 @pytest.mark.skipif(
@@ -196,9 +178,9 @@ def test_without_working_amx_the_next_variant_serves(
     caplog: pytest.LogCaptureFixture,
     fresh_kernels: Callable[[], Kernels | None],
 ) -> None:
-    if not build.AMX_MODEL.cpu_flags <= build.cpu_flags():
+    if build.AMX_MODEL not in HERE:
         pytest.skip("the model of AMX needs AVX-512")
-    monkeypatch.setattr(build, "VARIANTS", (build.AMX_MODEL, *HERE))
+    monkeypatch.setattr(build, "VARIANTS", (build.AMX_MODEL, *HERE[:-1]))
     check = library._check_tiles
     monkeypatch.setattr(
         library,
@@ -208,7 +190,7 @@ def test_without_working_amx_the_next_variant_serves(
     with caplog.at_level(logging.WARNING, logger=library.__name__):
         loaded = fresh_kernels()
     assert loaded is not None
-    assert loaded.variant == next(each.name for each in HERE if each.name != "amx_bf16")
+    assert loaded.variant == next(each.name for each in HERE if not each.name.startswith("amx"))
     (line,) = caplog.messages
     assert ("does not let" if fault == "refused" else "computes wrongly") in line
 

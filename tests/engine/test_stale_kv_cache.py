@@ -28,10 +28,12 @@ from attention_cases import Case, Shape, Span, make_case, random_case
 from random_checkpoints import KINDS, make_checkpoint
 
 POISONS = (math.nan, math.inf, -math.inf)
-HERE = [variant.name for variant in build.VARIANTS if variant.cpu_flags <= build.cpu_flags()]
+VARIANTS = {
+    each.name: each for each in (*build.VARIANTS, build.AMX_MODEL) if each.cpu_flags <= build.cpu_flags()
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = [
-    (name, dtype) for name in ["torch", *HERE] for dtype in DTYPES if name == "torch" or dtype != "fp16"
+    (name, dtype) for name in ["torch", *VARIANTS] for dtype in DTYPES if name == "torch" or dtype != "fp16"
 ]
 
 
@@ -48,7 +50,7 @@ def test_no_kernel_reads_what_is_not_the_requests_own(backend: str, dtype: str) 
             assert torch.equal(clean, poisoned), f"{poison} in {case.shape} {case.spans}"
 
 
-@pytest.mark.parametrize("backend", ["torch", *HERE])
+@pytest.mark.parametrize("backend", ["torch", *VARIANTS])
 @pytest.mark.parametrize("chunk_size", [16, 70])
 def test_no_kernel_reads_blocks_of_earlier_chunks(backend: str, chunk_size: int) -> None:
     shape = Shape(4, 2, 32, 16, None, None, chunk_size, has_sinks=False)
@@ -65,7 +67,7 @@ def attend(backend: str, case: Case, poison: float) -> torch.Tensor:
     if backend == "torch":
         attention = Attention(shape.params, TorchBackend(dtype), case.weights)
     else:
-        loaded = Kernels(build.library_path(next(v for v in build.VARIANTS if v.name == backend)))
+        loaded = Kernels(build.library_path(VARIANTS[backend]))
         attention = Attention(shape.params, CpuBackend(dtype, loaded), case.weights)
     attention.bind(cache)
 

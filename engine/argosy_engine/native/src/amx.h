@@ -214,6 +214,44 @@ inline void product(const Unit* a, int units, const Unit* panel, int rows, float
   }
 }
 
+// Rows of the tiles that `column_product` uses: C is 0 to 2, A 3 to 5, B 6.
+inline constexpr int kColumnRows = 3 * kRows;
+inline Shapes column_shapes(int rows) {
+  Shapes found;
+  for (int tile = 0; tile < 7; ++tile) {
+    found.rows[tile] = uint8_t(tile == 6 ? kUnits : std::clamp(rows - tile % 3 * kRows, 0, kRows));
+    found.bytes[tile] = found.rows[tile] ? kUnits * 4 : 0;
+  }
+  return found;
+}
+
+// Multiplies up to kColumnRows rows of A by `steps` tiles of B, and stores the 16 sums of each row. Strides are in units and
+// floats. The thread's tiles have the `column_shapes` of the rows.
+template <class Tiles, int kRowTiles>
+ARGOSY_INLINE void column_product(const Unit* a, int a_stride, const Unit* b, int b_stride, int steps, float* c, int c_stride) {
+  const ptrdiff_t a_bytes = ptrdiff_t(a_stride) * sizeof(Unit), b_bytes = ptrdiff_t(b_stride) * sizeof(Unit);
+  const ptrdiff_t c_bytes = ptrdiff_t(c_stride) * sizeof(float);
+  Tiles::template zero<0>();
+  if constexpr (kRowTiles > 1) Tiles::template zero<1>();
+  if constexpr (kRowTiles > 2) Tiles::template zero<2>();
+  for (int step = 0; step < steps; ++step, a += kUnits, b += ptrdiff_t(kUnits) * b_stride) {
+    Tiles::template load<6>(b, b_bytes);
+    Tiles::template load<3>(a, a_bytes);
+    Tiles::template multiply<0, 3, 6>();
+    if constexpr (kRowTiles > 1) {
+      Tiles::template load<4>(a + ptrdiff_t(kRows) * a_stride, a_bytes);
+      Tiles::template multiply<1, 4, 6>();
+    }
+    if constexpr (kRowTiles > 2) {
+      Tiles::template load<5>(a + ptrdiff_t(2 * kRows) * a_stride, a_bytes);
+      Tiles::template multiply<2, 5, 6>();
+    }
+  }
+  Tiles::template store<0>(c, c_bytes);
+  if constexpr (kRowTiles > 1) Tiles::template store<1>(c + ptrdiff_t(kRows) * c_stride, c_bytes);
+  if constexpr (kRowTiles > 2) Tiles::template store<2>(c + ptrdiff_t(2 * kRows) * c_stride, c_bytes);
+}
+
 // What a test of the tiles has found; kRounding alone is no fault.
 enum Finding { kWrong = 1, kDependsOnRows = 2, kRounding = 4, kRefused = 8 };
 

@@ -15,6 +15,9 @@ namespace argosy {
 inline constexpr int kTileKeys = 128;
 inline constexpr int kTileRows = 48;
 static_assert(kTileRows % kMaxRows == 0 && kTileKeys % (2 * kLanes) == 0);
+#if defined(ARGOSY_TILES)
+static_assert(kTileRows <= amx::kColumnRows && kTileKeys % (2 * amx::kUnits) == 0);
+#endif
 
 template <class T>
 class AttentionJob {
@@ -103,6 +106,20 @@ class AttentionJob {
     }
 
     void run() {
+#if defined(ARGOSY_TILES)
+      // Whether heads fit decides it, not the number of rows, so that a row's sums are always rounded alike.
+      if constexpr (sizeof(T) == 2) {
+        if (dim / kPerUnit<T> % amx::kUnits == 0) {
+          amx::ARGOSY_TILES::configure(amx::column_shapes(rows));
+          attend(true);
+          return amx::ARGOSY_TILES::release();
+        }
+      }
+#endif
+      attend(false);
+    }
+
+    ARGOSY_INLINE void attend([[maybe_unused]] bool has_tiles) {
       for (int r = 0; r < rows; ++r) {
         memcpy(query + r * dim, query_at(r), dim * sizeof(T));
         best[r] = layer.sinks ? layer.sinks[kv_head * group + r % group] : -1e30f;
@@ -112,8 +129,20 @@ class AttentionJob {
       const int end = end_of(rows - 1);
       for (int first = begin_of(0) / kTileKeys * kTileKeys; first < end; first += kTileKeys) {
         const int keys = std::min(kTileKeys, end - first);
-        multiply_keys(first, int(ceil_div(keys, kLanes)));
-        for (int r = 0; r < rows; ++r) soften(r, first, int(ceil_div(keys, kLanes)));
+        const int vectors = int(ceil_div(keys, kLanes));
+#if defined(ARGOSY_TILES)
+        if constexpr (sizeof(T) == 2) {
+          if (has_tiles) {
+            multiply_keys_by_tiles(first, vectors);
+            for (int r = 0; r < rows; ++r) soften(r, first, vectors);
+            find_values(first, keys);
+            add_values_by_tiles(vectors);
+            continue;
+          }
+        }
+#endif
+        multiply_keys(first, vectors);
+        for (int r = 0; r < rows; ++r) soften(r, first, vectors);
         find_values(first, keys);
         int d = 0;
         if (rows <= 2)
@@ -154,6 +183,55 @@ class AttentionJob {
             store(score + (r0 + r) * kTileKeys + (vector + v) * kLanes, tile.sum[r][v] * layer.scale);
       });
     }
+
+#if defined(ARGOSY_TILES)
+    // See amx::column_product.
+    ARGOSY_INLINE void by_tiles(const void* a, int a_stride, const Unit* b, int b_stride, int steps, float* c, int c_stride) {
+      const Unit* units = static_cast<const Unit*>(a);
+      using Tiles = amx::ARGOSY_TILES;
+      if (rows > 2 * amx::kRows) return amx::column_product<Tiles, 3>(units, a_stride, b, b_stride, steps, c, c_stride);
+      if (rows > amx::kRows) return amx::column_product<Tiles, 2>(units, a_stride, b, b_stride, steps, c, c_stride);
+      amx::column_product<Tiles, 1>(units, a_stride, b, b_stride, steps, c, c_stride);
+    }
+
+    void multiply_keys_by_tiles(int first, int vectors) {
+      const int units = dim / kPerUnit<T>;
+      for (int v = 0; v < vectors; ++v) {
+        const int at = first + v * kLanes;
+        const Unit* keys = slab(layer.k_cache, at) + (at % layer.block_size) * units;
+        by_tiles(query, units, keys, kLanes, units / amx::kUnits, score + v * kLanes, kTileKeys);
+        for (int r = 0; r < rows; ++r) {
+          float* to = score + r * kTileKeys + v * kLanes;
+          store(to, load(to) * layer.scale);
+        }
+      }
+    }
+
+    // Copies the values, of blocks that may be smaller than a tile, with zeros where there are none.
+    void add_values_by_tiles(int vectors) {
+      constexpr int kUnits = kTileKeys / kPerUnit<T>;
+      alignas(64) Unit values[kUnits * kMaxHeadDim];
+      alignas(64) float sums[kTileRows * kLanes];
+      const int steps = int(ceil_div(vectors * kLanes, kPerUnit<T> * amx::kUnits));
+      int filled = 0;
+      const auto clear_to = [&](int unit) {
+        if (unit > filled) memset(values + filled * dim, 0, sizeof(Unit) * (unit - filled) * dim);
+      };
+      for (const ValueRun *run = runs, *end = runs + num_runs; run < end; ++run) {
+        clear_to(run->first);
+        memcpy(values + run->first * dim, run->values, sizeof(Unit) * run->units * dim);
+        filled = run->first + run->units;
+      }
+      clear_to(steps * amx::kUnits);
+      for (int r = 0; r < rows; ++r)
+        for (int key = vectors * kLanes; key < steps * amx::kUnits * kPerUnit<T>; key += kLanes)
+          store(prob + r * kTileKeys + key, vfloat{});
+      for (int d = 0; d < dim; d += kLanes) {
+        by_tiles(prob, kUnits, values + d, dim, steps, sums, kLanes);
+        for (int r = 0; r < rows; ++r) store(result + r * dim + d, load(result + r * dim + d) + load(sums + r * kLanes));
+      }
+    }
+#endif
 
     // Turns a row's scores into unnormalised probabilities, and rescales the row's result and mass to the new maximum.
     void soften(int r, int first, int vectors) {
