@@ -181,10 +181,10 @@ def test_without_working_amx_the_next_variant_serves(
     if build.AMX_MODEL not in HERE:
         pytest.skip("the model of AMX needs AVX-512")
     monkeypatch.setattr(build, "VARIANTS", (build.AMX_MODEL, *HERE[:-1]))
-    check = library._check_tiles
+    check = library.check_tiles
     monkeypatch.setattr(
         library,
-        "_check_tiles",
+        "check_tiles",
         lambda found: check(found if found < 0 else found | {"refused": 8, "wrong": 1}[fault]),
     )
     with caplog.at_level(logging.WARNING, logger=library.__name__):

@@ -93,6 +93,6 @@ def check_same_model(infos: Sequence[WorkerInfo]) -> None:
             if getattr(info, field) != getattr(infos[0], field):
                 raise ConfigError(
                     f"worker {rank} has loaded another model than worker 0, since their {field} differs; start again "
-                    "once the checkpoint no longer changes, let --worker-cls load the same on every rank, and on CPUs in "
-                    "bfloat16 use machines with the same instruction set"
+                    "once the checkpoint no longer changes, let --worker-cls load the same on every rank, and on CPUs "
+                    "in bfloat16 use machines with the same instruction set"
                 )

@@ -161,7 +161,7 @@ _WRONG, _DEPENDS_ON_ROWS, _ROUNDING, _REFUSED = 1, 2, 4, 8
 """`amx::Finding`."""
 
 
-def _check_tiles(found: int) -> None:
+def check_tiles(found: int) -> None:
     """Check what the test of a library's tiles has found; -1: it uses none."""
     if found < 0:
         return
@@ -200,7 +200,7 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        _check_tiles(self._library.argosy_test_tiles())
+        check_tiles(self._library.argosy_test_tiles())
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
