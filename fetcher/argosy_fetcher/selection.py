@@ -173,7 +173,9 @@ def _config_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
     if folders:
         return f", but {', '.join(map(ascii, folders[:3]))} has: {_folder_remedy(source)}"
     if any(path.endswith(".gguf") for path in files):
-        return "; GGUF files are not served: use the repository that they were made from"
+        return (
+            "; GGUF files are not fetched: serve one on this machine, or the repository that it was made from"
+        )
     if "adapter_config.json" in files:
         return "; it is an adapter: serve the model that it adapts"
     return "; give a model in Hugging Face's layout"

@@ -91,7 +91,10 @@ def test_each_form_of_tokenizer_is_fetched(name: str) -> None:
             {"tiny/config.json": b"{}"},
             r"has no config.json, but 'tiny' has: download it \(hf download acme/tiny ",
         ),
-        ({"tiny-q4.gguf": b""}, "GGUF files are not served: use the repository that they were made from"),
+        (
+            {"tiny-q4.gguf": b""},
+            "GGUF files are not fetched: serve one on this machine, or the repository that it was made from",
+        ),
         ({"adapter_config.json": b"{}"}, "it is an adapter: serve the model that it adapts"),
         (
             {"config.json": b"{}", "model.safetensors": b""},

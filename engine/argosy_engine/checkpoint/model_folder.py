@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from argosy_engine.checkpoint.gguf_folder import SUFFIX
 from argosy_engine.checkpoint.shards import checkpoint_shards, read_header
 from argosy_engine.checkpoint.tokenizer_files import TokenizerMode, prepare_tokenizer
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
@@ -60,6 +61,10 @@ def resolve_model(source: str) -> Path:
             "" if "/" in source else ", where old names have an organisation too: openai-community/gpt2"
         )
         what = "has no config.json" if path.is_dir() else "is no directory"
+        if path.suffix == SUFFIX and path.is_file():
+            raise ConfigError(
+                f"model {source!r}: a GGUF file is served by `argosy serve {path}` only, by itself"
+            )
         raise ConfigError(
             f"model {source!r}: {path} {what}; give a directory in Hugging Face's layout, "
             f"or hf://ORG/NAME for a repository of the hub{old_name}"

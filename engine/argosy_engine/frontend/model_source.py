@@ -11,25 +11,29 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from argosy_engine.checkpoint.gguf_folder import gguf_file, gguf_folder, write_gguf_headers
 from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
 from argosy_engine.models.config_file import check_fetched_config
 from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
+from argosy_engine.sizing.resources import choose_dtype, visible_gpus
 from argosy_fetcher.errors import FetchError, NoSpace, TransientError
 from argosy_fetcher.progress import Progress, ProgressDisplay, progress_display
 from argosy_fetcher.source_uri import SourceUri, from_argument
 
 if TYPE_CHECKING:
     from argosy_fetcher.pull import PulledModel
+
+T = TypeVar("T")
 
 
 def is_remote(args: EngineArgs) -> bool:
@@ -53,13 +57,18 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
         FetchFailed: the source or the network does not answer, or the disk is full.
     """
     uri = _uri(args)
+    if (file := gguf_file(args.model)) is not None:
+        with display or progress_display() as progress:
+            folder = _widen(file, args, progress)
+        yield _checked(_localized(args, folder))
+        return
     if not uri.is_remote:
         yield _checked(args)
         return
     with display or progress_display() as progress:
         model = _pull(uri, args, progress)
     try:
-        yield _checked(_localized(args, model))
+        yield _checked(_localized(args, model.path))
     finally:
         model.close()
 
@@ -70,13 +79,18 @@ async def local_model_async(
 ) -> AsyncIterator[EngineArgs]:
     """As `local_model`, while the event loop goes on. Cancelling it ends the fetch, which the next one continues."""
     uri = _uri(args)
+    if (file := gguf_file(args.model)) is not None:
+        with display or progress_display() as progress:
+            folder = await _in_daemon_thread(partial(_widen, file, args, progress))
+        yield _checked(_localized(args, folder))
+        return
     if not uri.is_remote:
         yield _checked(args)
         return
     with display or progress_display() as progress:
-        model = await _pull_in_daemon_thread(uri, args, progress)
+        model = await _in_daemon_thread(partial(_pull, uri, args, progress), lambda pulled: pulled.close())
     try:
-        yield _checked(_localized(args, model))
+        yield _checked(_localized(args, model.path))
     finally:
         model.close()
 
@@ -97,6 +111,11 @@ def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> I
         ConfigError, FetchFailed: as `local_model`.
     """
     uri = _uri(args)
+    if (file := gguf_file(args.model)) is not None:
+        with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
+            write_gguf_headers(file, Path(directory), _stored_dtype(args))
+            yield Path(directory)
+        return
     if not uri.is_remote:
         yield resolve_model(args.model)
         return
@@ -147,10 +166,10 @@ def _pull(
         )
 
 
-def _localized(args: EngineArgs, model: PulledModel) -> EngineArgs:
+def _localized(args: EngineArgs, path: Path) -> EngineArgs:
     return msgspec.structs.replace(
         args,
-        model=str(model.path),
+        model=str(path),
         tokenizer=None if args.tokenizer == args.model else args.tokenizer,
         served_model_name=args.served_model_name or (args.canonical_name,),
         revision=None,
@@ -169,30 +188,53 @@ def _fetch_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-async def _pull_in_daemon_thread(uri: SourceUri, args: EngineArgs, progress: Progress) -> PulledModel:
-    """Fetch in a thread that does not keep the process from ending, as those of the loop's executor would."""
+def _widen(
+    file: Path, args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
+) -> Path:
+    return gguf_folder(
+        file,
+        _stored_dtype(args),
+        has_tokenizer=args.tokenizer_path is None,
+        note=progress.note,
+        cancelled=cancelled,
+    )
+
+
+def _stored_dtype(args: EngineArgs) -> str:
+    """Return the dtype to which a GGUF file is widened: the engine's."""
+    device = "cuda" if args.device != "cpu" and visible_gpus() else "cpu"
+    return choose_dtype(args.dtype, "bfloat16", device)
+
+
+async def _in_daemon_thread(job: Callable[..., T], discard: Callable[[T], None] = lambda result: None) -> T:
+    """Run a job in a thread that does not keep the process from ending, as those of the loop's executor would.
+
+    Args:
+        job: takes `cancelled`, an event.
+        discard: takes the result if nobody waits for it any more.
+    """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[PulledModel] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
     cancelled = threading.Event()
 
-    def settle(model: PulledModel | None, error: BaseException | None) -> None:
-        if model is not None:
+    def settle(results: list[T], error: BaseException | None) -> None:
+        for result in results:
             if future.cancelled():
-                model.close()
+                discard(result)
             else:
-                future.set_result(model)
-        elif error is not None and not future.cancelled():
+                future.set_result(result)
+        if error is not None and not future.cancelled():
             future.set_exception(error)
 
     def run() -> None:
-        model: PulledModel | None = None
+        results: list[T] = []
         failure: BaseException | None = None
         try:
-            model = _pull(uri, args, progress, cancelled)
+            results.append(job(cancelled=cancelled))
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed: the process ends
-            loop.call_soon_threadsafe(settle, model, failure)
+            loop.call_soon_threadsafe(settle, results, failure)
 
     threading.Thread(target=run, name="fetch model", daemon=True).start()
     try:

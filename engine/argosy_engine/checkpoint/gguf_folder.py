@@ -1,0 +1,208 @@
+"""A folder in Hugging Face's layout for a GGUF file, made once and kept in $XDG_CACHE_HOME/argosy/gguf/KEY, with
+weights widened to the engine's dtype. All that reads a model (loads, fingerprints, `argosy doctor`) reads the folder.
+
+Owns the cache: KEY covers size, time, name and samples of the file, the dtype, and the versions of what converts. The
+conversion is a process of its own (`gguf_conversion`). Must not know torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from argosy_engine.checkpoint.fingerprint import SAMPLE_BYTES, sample_offsets
+from argosy_engine.errors import ConfigError, installation
+from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
+from argosy_fetcher.progress import size_text
+
+_CONVERSION = "argosy_engine.checkpoint.gguf_conversion"
+_FORM = "1"
+"""Changes when a conversion of the same file has another result."""
+_KEPT = 4
+"""Conversions that are kept; the ones that were not used for longest are removed."""
+_NUM_SAMPLES = 1024
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SUFFIX = ".gguf"
+
+
+def _ignore(text: str) -> None: ...
+
+
+def gguf_file(source: str) -> Path | None:
+    """Return the GGUF file that a model's name is, or None."""
+    path = Path(source.removeprefix("file://")).expanduser()
+    return path if path.suffix == SUFFIX and path.is_file() else None
+
+
+class Cancelled(Exception):
+    """Nobody waits for the conversion."""
+
+
+def gguf_folder(
+    file: Path,
+    dtype: str,
+    *,
+    has_tokenizer: bool = True,
+    note: Callable[[str], None] = _ignore,
+    cancelled: threading.Event | None = None,
+) -> Path:
+    """Return the folder of a GGUF file, converted if it has not been before.
+
+    Args:
+        dtype: of the weights in the folder: float32, float16 or bfloat16.
+        has_tokenizer: False if another tokenizer is used (`--tokenizer`).
+        note: takes a line for each tenth of the conversion.
+        cancelled: ends the conversion with `Cancelled`.
+
+    Raises:
+        ConfigError: the file is refused, a library is missing, or there is no room.
+    """
+    _check_libraries(file)
+    try:
+        cache = private_folder("gguf")
+    except NoPrivateFolder as error:
+        raise ConfigError(f"{file.name} cannot be converted: {error}") from None
+    folder = cache / _key(file, dtype, has_tokenizer=has_tokenizer)
+    with _locked(cache / f".{folder.name}.lock"):
+        if folder.is_dir():
+            os.utime(folder)
+            return folder
+        with tempfile.TemporaryDirectory(prefix=".converting-", dir=cache) as made:
+            _convert(file, Path(made), dtype, "all" if has_tokenizer else "no tokenizer", note, cancelled)
+            os.rename(made, folder)
+            os.mkdir(made)  # for the context to remove
+    _prune(cache, folder)
+    return folder
+
+
+def write_gguf_headers(file: Path, folder: Path, dtype: str) -> None:
+    """Write what `gguf_folder` has into an empty folder, except for the data of the weights, which is a hole.
+
+    Raises:
+        ConfigError: the file is refused, or a library is missing.
+    """
+    _check_libraries(file)
+    _convert(file, folder, dtype, "headers", _ignore, None)
+
+
+def _check_libraries(file: Path) -> None:
+    missing = [name for name in ("gguf", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{file.name} is read with gguf and transformers, of which {' and '.join(missing)} is missing: "
+            f"{installation('transformers')}"
+        )
+
+
+def _key(file: Path, dtype: str, *, has_tokenizer: bool) -> str:
+    digest = hashlib.sha256()
+    try:
+        status = file.stat()
+        versions = [importlib.metadata.version(name) for name in ("gguf", "transformers")]
+        parts = [
+            _FORM,
+            file.name,
+            str(status.st_size),
+            str(status.st_mtime_ns),
+            dtype,
+            str(has_tokenizer),
+            *versions,
+        ]
+        digest.update("\0".join(parts).encode())
+        with file.open("rb") as data:
+            for offset in sample_offsets(status.st_size, _NUM_SAMPLES):
+                digest.update(os.pread(data.fileno(), SAMPLE_BYTES, offset))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(
+    file: Path,
+    folder: Path,
+    dtype: str,
+    what: str,
+    note: Callable[[str], None],
+    cancelled: threading.Event | None,
+) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be converted.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        _CONVERSION,
+        str(file.absolute()),
+        str(folder),
+        _STORED[dtype],
+        what,
+    ]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            total = done = told = 0
+            for line in process.stdout:
+                if cancelled is not None and cancelled.is_set():
+                    raise Cancelled
+                kind, _, count = line.partition(" ")
+                if kind == "of" and what != "headers":
+                    total = int(count)
+                    _check_room(file, folder, total)
+                    note(f"{file.name} is widened to {dtype}, once: {size_text(total)} in {folder.parent}")
+                elif kind == "done":
+                    done += int(count)
+                    if done * 10 // max(total, 1) > told:
+                        told = done * 10 // total
+                        note(f"widened {size_text(done)} of {size_text(total)}")
+        except BaseException:
+            process.kill()
+            raise
+        code = process.wait()
+        errors.seek(0)
+        lines = errors.read()[-8192:].decode("utf-8", "replace").strip().splitlines()
+    if code:
+        reason = lines[-1][:1000] if lines else f"exit code {code}"
+        raise ConfigError(f"{file} cannot be served: {reason}")
+
+
+def _check_room(file: Path, folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"{file} takes {size_text(num_bytes)} once it is widened, and {folder.parent} has {size_text(free)} left; "
+            "set XDG_CACHE_HOME to a folder with more room"
+        )
+
+
+def _prune(cache: Path, own: Path) -> None:
+    folders = [each for each in cache.iterdir() if not each.name.startswith(".") and each != own]
+    folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    for folder in folders[_KEPT - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)
+        (cache / f".{folder.name}.lock").unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""GGUF files: greedy tokens equal those of transformers with the widened weights, and what is not known is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from gguf import GGMLQuantizationType as Type
+
+from argosy_engine.checkpoint import gguf_folder as conversion
+from argosy_engine.checkpoint.gguf_folder import gguf_folder
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.frontend.model_source import local_model
+from argosy_engine.messages import EngineCoreRequest
+from argosy_engine.params import SamplingParams
+from gguf_files import CONFIGS, TINY, make_gguf
+from greedy_reference import differing_tokens
+
+TYPES = {
+    "llama of large blocks": (Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    "llama": (Type.Q8_0, Type.Q4_0, Type.F32),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(conversion, "private_folder", lambda name: _made(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_"), [(kind, each) for kind in CONFIGS for each in TYPES.get(kind, (Type.Q8_0,))]
+)
+def test_greedy_tokens_are_those_of_the_widened_weights(kind: str, type_: Type, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    model = make_gguf(file, kind, type_)
+    args = EngineArgs.of(
+        model=str(file),
+        tokenizer=str(TINY),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        max_num_batched_tokens=64,
+    )
+    prompts = [[5, 6, 7], list(range(20, 90)), [9]]
+    with local_model(args) as local:
+        assert local.served_model_name == (str(file),)
+        client = InprocClient(local)
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        outputs: dict[str, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            client.add_request(EngineCoreRequest(str(index), prompt, params, time.time()))
+        while client.has_work:
+            for out in client.step().outputs:
+                outputs.setdefault(out.request_id, []).extend(out.new_token_ids)
+    for index, prompt in enumerate(prompts):
+        assert differing_tokens(model, prompt, outputs[str(index)]) == []
+
+
+def test_a_file_is_converted_once_for_each_dtype(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "model.gguf"
+    make_gguf(file, "qwen2", Type.Q8_0)
+    notes: list[str] = []
+    first = gguf_folder(file, "bfloat16", has_tokenizer=False, note=notes.append)
+    assert notes[0].startswith("model.gguf is widened to bfloat16, once: ")
+    assert notes[-1].startswith("widened ")
+    assert gguf_folder(file, "bfloat16", has_tokenizer=False, note=notes.append) == first
+    assert len([note for note in notes if "once" in note]) == 1
+    assert gguf_folder(file, "float32", has_tokenizer=False) != first
+    make_gguf(file, "qwen2", Type.Q4_0)
+    assert gguf_folder(file, "bfloat16", has_tokenizer=False) != first
+    assert not [each for each in own_cache.iterdir() if each.name.startswith(".converting")]
+
+
+def test_the_tokenizer_template_and_ends_are_the_files(tmp_path: Path) -> None:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    make_gguf(tmp_path / "model.gguf", "qwen2", Type.Q8_0)
+    folder = gguf_folder(tmp_path / "model.gguf", "float32")
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    for text in ("Hello world, it's 1234!", "<|im_start|>user\nHi<|im_end|>", "  a\n\n\tb é 你好", ""):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
+    assert "im_start" in (folder / "chat_template.jinja").read_text()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_a_tokenizer_of_llama_3_begins_prompts_and_does_not_split_tokens(tmp_path: Path) -> None:
+    changes = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": None}
+    make_gguf(tmp_path / "model.gguf", "llama", Type.Q8_0, changes=changes)
+    folder = gguf_folder(tmp_path / "model.gguf", "float32")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("Hi").ids[0] == 1
+    assert tokenizer.encode("Hi", add_special_tokens=False).ids[0] != 1
+    assert json.loads((folder / "tokenizer.json").read_text())["model"]["ignore_merges"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"general.architecture": "rwkv7"},
+            "architecture 'rwkv7' is not known as GGUF; there are llama, qwen2",
+        ),
+        ({"llama.attention.unheard_of": 3}, "keys llama.attention.unheard_of are not known"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not known"),
+        ({"llama.attention.value_length": 8}, "values have another size than its keys"),
+        ({"llama.block_count": 1}, "of a layer that it does not have"),
+        ({"llama.block_count": 1 << 20}, "more than 1024"),
+        ({"llama.context_length": None}, "it has no llama.context_length"),
+        ({"llama.rope.freq_base": "much"}, "is 'much', which is no float"),
+        ({"llama.vocab_size": 7}, "vocab_size is not the number of its embeddings"),
+        ({"split.count": 2}, "llama-gguf-split --merge"),
+        (
+            {"tokenizer.ggml.pre": "unheard-of"},
+            r"splits texts \('unheard-of'\) is not known.*--tokenizer PATH",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    make_gguf(file, "llama", Type.Q8_0, changes=changes)
+    with pytest.raises(ConfigError, match=message):
+        gguf_folder(file, "float32", has_tokenizer="tokenizer.ggml.pre" in changes)
+
+
+def test_another_tokenizer_takes_the_place_of_one_that_is_not_known(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    make_gguf(file, "llama", Type.Q8_0, changes={"tokenizer.ggml.pre": "unheard-of"})
+    with local_model(EngineArgs.of(model=str(file), tokenizer=str(TINY), device="cpu")) as local:
+        assert not (Path(local.model) / "tokenizer.json").exists()
+        assert local.tokenizer == str(TINY)
+
+
+def test_damaged_files_are_refused(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "model.gguf"
+    make_gguf(file, "llama", Type.Q8_0)
+    whole = file.read_bytes()
+    for damaged in (b"", b"GGUF", whole[:300], whole[:-1000], b"GGML" + whole[4:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"cut off, damaged|behind the end"):
+            gguf_folder(file, "float32", has_tokenizer=False)
+    infinite = np.array([np.inf], np.float16).tobytes()
+    at = len(whole) - 34 * 4
+    file.write_bytes(whole[:at] + infinite * 68)
+    with pytest.raises(ConfigError, match="not finite"):
+        gguf_folder(file, "float32", has_tokenizer=False)
+    assert not [each for each in own_cache.iterdir() if each.is_dir()]
