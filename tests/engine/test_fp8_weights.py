@@ -22,10 +22,17 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.linear import Linear, LinearSpec
-from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.layers.linear_method import (
+    Fp8Linear,
+    Fp8Product,
+    OnlineFp8LinearMethod,
+    SchemeLinearMethod,
+)
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS, RoutingSpec
-from argosy_engine.model_configs.quantization_config import QuantizationConfig, parse_quantization
+from argosy_engine.model_configs.quantization_config import QuantizationConfig
+from argosy_engine.model_configs.quantization_formats import parse_quantization
 from argosy_engine.model_configs.sharding import Shard
+from argosy_engine.model_configs.weight_schemes import Fp8Scheme
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.native.library import kernels
@@ -115,6 +122,7 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Te
     return (x.float() / scales).clamp(-448, 448).to(FP8), scales
 
 
+PRODUCT = Fp8Product(quantize_rows)
 SPEC = LinearSpec({"q_proj": 32, "k_proj": 16, "v_proj": 16}, 64)
 
 
@@ -137,7 +145,14 @@ class GivenWeights(DummyWeights):
         assert self.tensors[name].shape == shape
         return part(self.tensors[name], shard).to(dtype or self.dtype)
 
-    def take_scale(self, name: str, count: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_scale(
+        self,
+        name: str,
+        count: int | tuple[int, ...],
+        shard: Shard | None = None,
+        *,
+        is_signed: bool = False,
+    ) -> torch.Tensor:
         return part(self.tensors[name].float().reshape(count), shard)
 
 
@@ -171,7 +186,7 @@ def test_a_product_in_fp8_is_as_exact_as_its_inputs(is_per_channel: bool, input_
     config = parse_quantization({"quantization_config": raw}, {})
     assert config is not None
     tensors = quantised_tensors(is_per_channel=is_per_channel, input_scale=input_scale)
-    layer = Fp8LinearMethod(config, quantize_rows).load(GivenWeights(tensors), SPEC)
+    layer = SchemeLinearMethod(config, PRODUCT).load(GivenWeights(tensors), SPEC)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     rows, scales = quantize_rows(x, None if input_scale is None else torch.tensor([input_scale]))
     out = layer(x)
@@ -233,10 +248,9 @@ def test_experts_without_a_gate_are_stacked_alone() -> None:
             layer, shape = spec.projection(index, name), spec.weight_shape(name)
             tensors[layer + ".weight"] = torch.randn(shape, generator=generator).to(FP8)
             tensors[layer + ".weight_scale"] = torch.rand(shape[0], generator=generator)
-    config = QuantizationConfig(
-        method="compressed-tensors", is_per_channel=True, ignored=("re:.*gate_proj$",)
-    )
-    stacked = Fp8LinearMethod(config, quantize_rows).load_experts(GivenWeights(tensors), spec)
+    scheme = Fp8Scheme(is_per_channel=True)
+    config = QuantizationConfig(method="compressed-tensors", default=scheme, ignored=("re:.*gate_proj$",))
+    stacked = SchemeLinearMethod(config, PRODUCT).load_experts(GivenWeights(tensors), spec)
     assert stacked.gate_up_scale is not None
     for index in range(2):
         up, down = (spec.projection(index, name) for name in spec.layers)
@@ -257,8 +271,8 @@ def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None
             tensors[layer + ".weight_scale"] = torch.rand(
                 shape[0] if is_per_channel else 1, generator=generator
             )
-    config = QuantizationConfig(method="compressed-tensors", is_per_channel=is_per_channel)
-    method = Fp8LinearMethod(config, quantize_rows)
+    config = QuantizationConfig(method="compressed-tensors", default=Fp8Scheme(is_per_channel=is_per_channel))
+    method = SchemeLinearMethod(config, PRODUCT)
     whole, rank = (
         method.load_experts(GivenWeights(tensors), replace(spec, features=features))
         for features in (None, range(8, 16))
@@ -272,7 +286,7 @@ def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None
     assert whole.down_scale is not None
     assert rank.down_scale is not None
     assert torch.equal(rank.down_scale, whole.down_scale)
-    widened = Fp8LinearMethod(config, None).load_experts(GivenWeights(tensors), spec)
+    widened = SchemeLinearMethod(config).load_experts(GivenWeights(tensors), spec)
     exact = whole.gate_up.float() * whole.gate_up_scale.unsqueeze(2)
     torch.testing.assert_close(widened.gate_up.float(), exact, rtol=0.01, atol=1e-3)
     assert widened.gate_up_scale is None
@@ -382,14 +396,25 @@ def test_patterns_are_few_and_names_may_be_many(pattern: str) -> None:
         parse_quantization({"quantization_config": {**COMPRESSED, "ignore": [*patterns, "*"]}}, {})
 
 
-def test_projections_that_are_computed_together_are_quantised_together(tmp_path: Path) -> None:
+def test_projections_that_are_computed_together_need_not_be_quantised_alike(tmp_path: Path) -> None:
     write(tmp_path, "fp8")
+    name = "model.layers.0.self_attn.k_proj"
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
-    raw["quantization_config"]["ignored_layers"].append("model.layers.0.self_attn.k_proj")
+    raw["quantization_config"]["ignored_layers"].append(name)
     file.write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"k_proj.* are quantised and some are not"):
-        logits(tmp_path)
+    exact = load_file(tmp_path / "widened" / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors") | {name + ".weight": exact[name + ".weight"]}
+    del stored[name + ".weight_scale"]
+    save_file(stored, tmp_path / "model.safetensors")
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
+    config = load_model_config(tmp_path).quantization
+    assert config is not None
+    spec = LinearSpec({name.replace("k_proj", each): 8 for each in ("q_proj", "k_proj")}, 64)
+    names = [each + end for each in spec.parts for end in (".weight", ".weight_scale")]
+    tensors = {each: torch.ones(8, 64) if each.endswith("weight") else torch.ones(1) for each in names}
+    layer = SchemeLinearMethod(config, PRODUCT).load(GivenWeights(tensors), spec)
+    assert not isinstance(layer, Fp8Linear)
 
 
 def test_the_flag_must_agree_with_the_checkpoint(tmp_path: Path) -> None:

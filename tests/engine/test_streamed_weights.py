@@ -15,7 +15,7 @@ from argosy_engine.checkpoint.streamed_weights import NUM_BUFFERS, StreamedWeigh
 from argosy_engine.checkpoint.weights import SafetensorsWeights, WeightPlan
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8LinearMethod, LinearMethod
+from argosy_engine.layers.linear_method import LinearMethod, SchemeLinearMethod
 from argosy_engine.model_configs.sharding import WHOLE, Shard, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
@@ -153,7 +153,7 @@ def test_fp8_weights_and_their_scales(form: str, sharding: Sharding, tmp_path: P
     config = load_model_config(tmp_path)
     assert config.quantization is not None
     weights, plan, _ = open_weights(tmp_path, sharding)
-    method = Fp8LinearMethod(config.quantization, None)
+    method = SchemeLinearMethod(config.quantization)
     with torch.inference_mode(), weights.reading(plan):
         ours = taken(weights, tmp_path, sharding, method)
     mapped = SafetensorsWeights(tmp_path, torch.float32, CPU, prefix="model.")

@@ -10,7 +10,7 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.layers.linear_method import Fp8Product, OnlineFp8LinearMethod, SchemeLinearMethod
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
@@ -37,7 +37,7 @@ def logits(path, backend=TritonBackend, *, method=None, sharding=WHOLE, communic
     model_class = registry.model_class(config.architecture)
     weights = SafetensorsWeights(path, torch.float32, CPU, prefix=model_class.checkpoint_prefix)
     if method is None and config.quantization is not None:
-        method = Fp8LinearMethod(config.quantization, quantize_fp8)
+        method = SchemeLinearMethod(config.quantization, Fp8Product(quantize_fp8))
     factory = LayerFactory(weights, backend(torch.float32), 64, method, sharding, communicator)
     model = model_class(config, factory)
     for layer in model.attention_layers:

@@ -16,8 +16,9 @@ from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8LinearMethod, OnlineFp8LinearMethod
+from argosy_engine.layers.linear_method import Fp8Product, OnlineFp8LinearMethod, SchemeLinearMethod
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
+from argosy_engine.model_configs.weight_schemes import Fp8Scheme
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels.activations import quantize_fp8
@@ -110,11 +111,14 @@ def test_biases_are_part_of_the_matrix_products(tmp_path):
     assert per_layer("llama3-rope", tmp_path).count("addmm") == 2 * 4
 
 
+def _fp8(*, is_static):
+    config = QuantizationConfig(method="fp8", default=Fp8Scheme(is_static=is_static), ignored=("re:.*gate$",))
+    return SchemeLinearMethod(config, Fp8Product(quantize_fp8))
+
+
 FP8_METHODS = {
-    "per token": Fp8LinearMethod(QuantizationConfig(method="fp8", ignored=("re:.*gate$",)), quantize_fp8),
-    "static": Fp8LinearMethod(
-        QuantizationConfig(method="fp8", ignored=("re:.*gate$",), is_static=True), quantize_fp8
-    ),
+    "per token": _fp8(is_static=False),
+    "static": _fp8(is_static=True),
     "online": OnlineFp8LinearMethod(quantize_fp8),
 }
 

@@ -239,7 +239,7 @@ class StreamedWeights(SafetensorsWeights):
                     places[name] = file, data_start, stored
         places = self._named(places)
         for name in plan.shapes:
-            if name in plan.scales:
+            if name in plan.scales or (name in plan.optional and name not in places):
                 continue
             file, data_start, stored = places[name]
             itemsize = DTYPES[stored.dtype].itemsize

@@ -26,7 +26,14 @@ from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.wrapper_config import text_tensors
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+DTYPES = {
+    **_FLOATS,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 """Dtypes that a layer may take, by their names in safetensors."""
 _Source = TypeVar("_Source")
 _MAX_NAMED = 6
@@ -80,6 +87,12 @@ class Weights(ABC):
             ConfigError: not all of them are finite, or greater than 0.
         """
 
+    def find(
+        self, name: str, *shape: int, dtype: torch.dtype, shard: Shard | None = None
+    ) -> torch.Tensor | None:
+        """Return a tensor that not every checkpoint has, as `take` does; None: this one has not."""
+        return None
+
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         """Return the first of these scales that the checkpoint has, float32 [1] on the engine's device.
 
@@ -107,6 +120,8 @@ class WeightPlan(Weights):
         """Dtypes of tensors that are taken as they are stored."""
         self.scales: set[str] = set()
         """Names taken by `take_scale`."""
+        self.optional: set[str] = set()
+        """Names of tensors that the checkpoint may lack."""
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
@@ -135,6 +150,12 @@ class WeightPlan(Weights):
         self.elements[name] = tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor
+
+    def find(
+        self, name: str, *shape: int, dtype: torch.dtype, shard: Shard | None = None
+    ) -> torch.Tensor | None:
+        self.optional.add(name)
+        return self.take(name, *shape, dtype=dtype, shard=shard)
 
 
 class DummyWeights(Weights):
@@ -225,11 +246,16 @@ class SafetensorsWeights(Weights):
     ) -> torch.Tensor:
         stored = self._read_scale(name, _scale_shape(count), is_signed=is_signed)
         if shard is not None:
-            stored = torch.cat([_narrow(stored, 0, each) for each in shard.ranges])
+            stored = torch.cat([_narrow(stored, shard.dim, each) for each in shard.ranges], dim=shard.dim)
         self.on_read(stored.nbytes)
         scale = stored.to(device=self.device, dtype=torch.float32)
         self.num_bytes += scale.nbytes
         return scale
+
+    def find(
+        self, name: str, *shape: int, dtype: torch.dtype, shard: Shard | None = None
+    ) -> torch.Tensor | None:
+        return self.take(name, *shape, dtype=dtype, shard=shard) if name in self._files else None
 
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         for name in names:
@@ -289,7 +315,7 @@ class SafetensorsWeights(Weights):
             ConfigError: tensors are missing, unexpected, of another shape or quantised; the message names them.
         """
         slices = {name: file.get_slice(stored) for name, (file, stored) in self._files.items()}
-        missing = [name for name in plan.shapes if name not in slices]
+        missing = [name for name in plan.shapes if name not in slices and name not in plan.optional]
         unexpected = [
             name
             for name in slices
@@ -323,6 +349,8 @@ class SafetensorsWeights(Weights):
         """Return the bytes that what the plan takes takes up in the files. Call `check` on the plan first."""
         total = 0
         for name, count in plan.elements.items():
+            if name not in self._files:  # an optional one
+                continue
             file, stored = self._files[name]
             total += count * DTYPES[file.get_slice(stored).get_dtype()].itemsize
         return total

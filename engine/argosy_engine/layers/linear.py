@@ -51,13 +51,16 @@ class LinearSpec:
             return self.parts[name]
         return sum(len(each) for each in self.outputs[name])
 
-    def weight_shard(self, name: str) -> Shard | None:
-        """Return what this process takes of a part's weight as it is stored. Divided along one dimension at most."""
+    def feature_shard(self, name: str) -> Shard | None:
+        """Return what this process takes of a part's weight [out, in]. Divided along one dimension at most."""
         if self.inputs is not None:
-            return Shard(0 if self.is_transposed else 1, (self.inputs,))
-        if self.outputs is not None:
-            return Shard(1 if self.is_transposed else 0, self.outputs[name])
-        return None
+            return Shard(1, (self.inputs,))
+        return self.output_shard(name)
+
+    def weight_shard(self, name: str) -> Shard | None:
+        """Return what this process takes of a part's weight as it is stored."""
+        shard = self.feature_shard(name)
+        return shard._replace(dim=1 - shard.dim) if shard is not None and self.is_transposed else shard
 
     def output_shard(self, name: str) -> Shard | None:
         """Return what this process takes of a tensor with one element per output feature of a part."""

@@ -15,7 +15,8 @@ Formats 1.0) are always widened, a few rows at a time, and take the memory of un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -32,6 +33,7 @@ from argosy_engine.layers.linear import (
     ordered,
 )
 from argosy_engine.layers.norms import GatedActivation
+from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
@@ -41,6 +43,7 @@ from argosy_engine.model_configs.quantization_config import (
     no_fp8_product,
 )
 from argosy_engine.model_configs.sharding import Shard
+from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -92,20 +95,10 @@ def unsupported_experts(spec: ExpertsSpec, stored: str) -> ConfigError:
     )
 
 
-def take_expert(
-    weights: Weights,
-    spec: ExpertsSpec,
-    index: int,
-    name: ExpertLayer,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Take this process's part of a projection's weight.
-
-    Args:
-        dtype: see `Weights.take`.
-    """
+def take_expert(weights: Weights, spec: ExpertsSpec, index: int, name: ExpertLayer) -> torch.Tensor:
+    """Take this process's part of a projection's weight, in the engine's dtype."""
     shape, shard = spec.weight_shape(name), spec.weight_shard(name)
-    return weights.take(spec.projection(index, name) + ".weight", *shape, dtype=dtype, shard=shard)
+    return weights.take(spec.projection(index, name) + ".weight", *shape, shard=shard)
 
 
 TakeRows = Callable[[Weights, str, tuple[int, int, int], Shard | None], torch.Tensor]
@@ -171,22 +164,17 @@ def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None
     )
 
 
-def take_fused(weights: Weights, spec: LinearSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Take this process's part of the weight, [out, in], of all projections.
+def take_fused(weights: Weights, spec: LinearSpec) -> torch.Tensor:
+    """Take this process's part of the weight, [out, in], of all projections."""
+    return ordered(spec, fuse(spec, lambda name: take_part(weights, spec, name)))
 
-    Args:
-        dtype: see `Weights.take`.
-    """
 
-    def take_weight(name: str) -> torch.Tensor:
-        out_features, shard = spec.parts[name], spec.weight_shard(name)
-        if spec.is_transposed:
-            return weights.take(
-                name + ".weight", spec.in_features, out_features, dtype=dtype, shard=shard
-            ).t()
-        return weights.take(name + ".weight", out_features, spec.in_features, dtype=dtype, shard=shard)
-
-    return ordered(spec, fuse(spec, take_weight))
+def take_part(weights: Weights, spec: LinearSpec, name: str) -> torch.Tensor:
+    """Take this process's part of the weight, [out, in], of one projection."""
+    out_features, shard = spec.parts[name], spec.weight_shard(name)
+    if spec.is_transposed:
+        return weights.take(name + ".weight", spec.in_features, out_features, shard=shard).t()
+    return weights.take(name + ".weight", out_features, spec.in_features, shard=shard)
 
 
 def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
@@ -221,8 +209,6 @@ logger = logging.getLogger("argosy.models")
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 """Largest number of this format."""
-_ROWS = 1024
-"""Rows that are widened or quantised at a time, to limit peak memory."""
 _ALIGNMENT = 16
 """`torch._scaled_mm` takes sizes that are multiples of this."""
 
@@ -263,17 +249,14 @@ def linear_method(
         if quantization is None:
             return LinearMethod(is_traceable=is_traceable)
         return OnlineFp8LinearMethod(_quantize_rows())
-    method = config.quantization.method
-    name = str(dtype).removeprefix("torch.")
-    if (widened := _widened(config.quantization)) is not None:
-        form = "MXFP4" if method == "mxfp4" else "FP8 in blocks"
-        logger.info("weights in %s: widened to %s at load", form, name)
-        return widened
-    if reason is None:
-        logger.info("FP8 weights (%s): multiplied in FP8", method)
-        return Fp8LinearMethod(config.quantization, _quantize_rows())
-    logger.info("FP8 weights (%s): widened to %s at load, because %s", method, name, reason)
-    return Fp8LinearMethod(config.quantization, None)
+    found, name = config.quantization, str(dtype).removeprefix("torch.")
+    forms = ", ".join(scheme.about for scheme in (*found.schemes, *filter(None, [found.experts])))
+    if found.is_widened or reason is not None:
+        because = "" if found.is_widened else f", because {reason}"
+        logger.info("weights in %s (%s): widened to %s at load%s", forms, found.method, name, because)
+        return SchemeLinearMethod(found)
+    logger.info("weights in %s (%s): multiplied in FP8", forms, found.method)
+    return SchemeLinearMethod(found, Fp8Product(_quantize_rows()))
 
 
 def has_fp8_products(
@@ -290,13 +273,7 @@ def planned_linear_method(config: ModelConfig) -> LinearMethod:
     """Return a method that takes the same tensors, for a plan."""
     if config.quantization is None:
         return LinearMethod()
-    return _widened(config.quantization) or Fp8LinearMethod(config.quantization, _unused)
-
-
-def _widened(config: QuantizationConfig) -> LinearMethod | None:
-    if config.method == "mxfp4":
-        return Mxfp4LinearMethod()
-    return None if config.block is None else BlockFp8LinearMethod(config)
+    return SchemeLinearMethod(config.quantization)
 
 
 def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool) -> str | None:
@@ -315,10 +292,6 @@ def _quantize_rows() -> QuantizeRows:
     from argosy_engine.triton_kernels.activations import quantize_fp8
 
     return quantize_fp8
-
-
-def _unused(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    raise AssertionError("a planned model is never run")
 
 
 class Fp8Linear(Linear):
@@ -352,94 +325,212 @@ class Fp8Linear(Linear):
         return torch._scaled_mm(values, self._weight, scales, self._scale, self._bias, out_dtype=self._dtype)
 
 
-class Fp8LinearMethod(LinearMethod):
-    """Reads FP8 weights of a checkpoint.
+TakeExpert = Callable[[int, ExpertLayer], StoredWeight]
+"""Takes the weight of a projection of an expert, given its number; each exactly once."""
+
+
+class Product(ABC):
+    """Multiplies by quantised weights as they are stored. Where it returns None, they are widened instead."""
+
+    @abstractmethod
+    def linear(
+        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Linear | None:
+        """Make a layer of the parts of a spec, which come in its order.
+
+        Args:
+            dtype: of the activations.
+        """
+
+    def gated(
+        self,
+        spec: LinearSpec,
+        parts: Sequence[StoredWeight],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        activation: GatedActivation,
+    ) -> GatedLinear | None:
+        """The same for two parts, the gate's first, followed by the activation."""
+        layer = self.linear(spec, parts, bias, dtype)
+        return None if layer is None else SplitGatedLinear(layer, activation)
+
+    def experts(
+        self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
+    ) -> StackedExperts | None:
+        """Make stacked experts.
+
+        Args:
+            schemes: of their projections.
+        """
+        return None
+
+
+class SchemeLinearMethod(LinearMethod):
+    """Reads quantised weights of a checkpoint, each layer's by its scheme.
 
     Args:
         config: which layers are quantised, and how.
-        quantize: of a device that multiplies FP8; None: weights are widened to the engine's dtype at load.
+        product: of a device that multiplies by some of the schemes; None: all weights are widened to the engine's dtype
+            at load.
     """
 
-    def __init__(self, config: QuantizationConfig, quantize: QuantizeRows | None) -> None:
+    def __init__(self, config: QuantizationConfig, product: Product | None = None) -> None:
         super().__init__()
         self._config = config
-        self._quantize = quantize
+        self._product = product
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
-        if not self._config.quantises_all(tuple(spec.parts)):
+        parts = self._take(weights, spec)
+        if parts is None:
             return super().load(weights, spec)
-        weight, scale, bias = self._take(weights, spec)
-        input_scale = self._input_scale(weights, tuple(spec.parts))
-        if self._quantize is None or not is_aligned(weight):
-            return linear_of(widened(weight, scale, weights.dtype), bias)
-        return Fp8Linear(weight, scale, bias, input_scale, weights.dtype, self._quantize)
+        bias = take_bias(weights, spec)
+        layer: Linear | None = None
+        if self._product is not None and (stored := _all_stored(parts)) is not None:
+            layer = self._product.linear(spec, stored, bias, weights.dtype)
+        return layer or linear_of(self._widened(weights, spec, parts), bias)
 
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
-        if not self._config.quantises_all(tuple(spec.parts)):
+        parts = self._take(weights, spec)
+        if parts is None:
             return super().load_gated(weights, spec, activation)
-        if self._quantize is not None:
-            return SplitGatedLinear(self.load(weights, spec), activation)
-        weight, scale, bias = self._take(weights, spec)
-        self._input_scale(weights, tuple(spec.parts))
-        return gated_linear_of(widened(weight, scale, weights.dtype), bias, activation)
+        bias = take_bias(weights, spec)
+        layer: GatedLinear | None = None
+        if self._product is not None and (stored := _all_stored(parts)) is not None:
+            layer = self._product.gated(spec, stored, bias, weights.dtype, activation)
+        return layer or gated_linear_of(self._widened(weights, spec, parts), bias, activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        if spec.names.stacked is not None:  # which are no linear layers, and left as they are
-            return super().load_experts(weights, spec)
-        names = tuple(
-            spec.projection(index, name) for index in range(spec.num_experts) for name in spec.layers
-        )
-        if not self._config.quantises_all(names):
-            return super().load_experts(weights, spec)
-        stacked = StackedExperts.empty(spec, FP8 if self._quantize else weights.dtype, weights.device)
+        if spec.names.stacked is not None:  # which are no linear layers
+            take_rows = None if self._config.experts is None else take_mxfp4
+            return take_stacked(weights, spec, take_rows)
+        if self._config.experts is not None:
+            raise unsupported_experts(spec, "in MXFP4 and stored one by one")
+        schemes = {
+            self._config.scheme_of(spec.projection(index, name))
+            for index in spec.held_experts
+            for name in spec.layers
+        }
+
+        def take(index: int, layer: ExpertLayer) -> StoredWeight:
+            name = spec.projection(index, layer)
+            scheme = self._config.scheme_of(name)
+            assert scheme is not None
+            return take_weight(weights, name, scheme, spec.weight_shape(layer), spec.weight_shard(layer))
+
+        if self._product is not None and (found := {each for each in schemes if each is not None}) == schemes:
+            multiplied = self._product.experts(weights, spec, found, take)
+            if multiplied is not None:
+                return multiplied
+        stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
-            for layer, part, scale in stacked.places(place):
-                name = spec.projection(index, layer)
-                stored = take_expert(weights, spec, index, layer, FP8)
-                whole, shard = spec.weight_shape(layer)[0], spec.output_shard(layer)
-                scales = self._scale(weights, name, whole, shard, len(part))
-                self._input_scale(weights, (name,))  # experts do not quantise activations
-                if scale is None:
-                    part.copy_(widened(stored, scales, weights.dtype))
+            for layer, part, _ in stacked.places(place):
+                if self._config.quantises(spec.projection(index, layer)):
+                    _widen(take(index, layer), part)
                 else:
-                    part.copy_(stored)
-                    scale.copy_(scales)
+                    part.copy_(take_expert(weights, spec, index, layer))
         return stacked
 
     def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        if not self._config.quantises_all(tuple(spec.parts)):
-            return super().take_weight(weights, spec)
-        weight, scale, _ = self._take(weights, spec)
-        self._input_scale(weights, tuple(spec.parts))
-        return widened(weight, scale, weights.dtype)
+        parts = self._take(weights, spec)
+        return take_fused(weights, spec) if parts is None else self._widened(weights, spec, parts)
 
-    def _take(
-        self, weights: Weights, spec: LinearSpec
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Take the weight [out, in], the scale of each channel [out] and the bias."""
-        weight = take_fused(weights, spec, dtype=FP8)
-        scales = [
-            self._scale(weights, name, size, spec.output_shard(name), spec.num_outputs(name))
-            for name, size in spec.parts.items()
-        ]
-        return weight, ordered(spec, _joined(scales)), take_bias(weights, spec)
-
-    def _scale(
-        self, weights: Weights, name: str, out_features: int, shard: Shard | None, num_outputs: int
-    ) -> torch.Tensor:
-        """Return the scale of each of the `num_outputs` channels that this process computes."""
-        if self._config.is_per_channel:
-            return weights.take_scale(name + ".weight_scale", out_features, shard)
-        return weights.take_scale(name + ".weight_scale", 1).expand(num_outputs).contiguous()
-
-    def _input_scale(self, weights: Weights, names: tuple[str, ...]) -> torch.Tensor | None:
-        """Take the scale of the inputs, the largest of the projections that share them."""
-        if not self._config.is_static:
+    def _take(self, weights: Weights, spec: LinearSpec) -> Parts | None:
+        """Take the parts of a layer, by name, those that are not quantised as they are; None: none is quantised."""
+        schemes = {name: self._config.scheme_of(name) for name in spec.parts}
+        if spec.keeps_precision:
+            schemes = {
+                name: None if scheme is not None and scheme.keeps_kept_layers else scheme
+                for name, scheme in schemes.items()
+            }
+        if not any(schemes.values()):
             return None
-        scales = [weights.take_scale(name + ".input_scale", 1) for name in names]
-        if len(scales) == 1 or scales[0].is_meta:  # where it would import sympy
-            return scales[0]
-        return torch.stack(scales).amax(dim=0)
+        parts: dict[str, StoredWeight | torch.Tensor] = {}
+        for name, scheme in schemes.items():
+            if scheme is None:
+                parts[name] = take_part(weights, spec, name)
+                continue
+            shape, shard = (spec.parts[name], spec.in_features), spec.feature_shard(name)
+            parts[name] = take_weight(weights, name, scheme, shape, shard)
+        return parts
+
+    def _widened(self, weights: Weights, spec: LinearSpec, parts: Parts) -> torch.Tensor:
+        """Return the weight of all parts, [out, in] in the engine's dtype, in the order of a spec."""
+        columns = spec.in_features if spec.inputs is None else len(spec.inputs)
+        fused = torch.empty(spec.out_features, columns, dtype=weights.dtype, device=weights.device)
+        start = 0
+        for name, part in parts.items():
+            place = fused[start : start + spec.num_outputs(name)]
+            if isinstance(part, StoredWeight):
+                _widen(part, place)
+            else:
+                place.copy_(part)
+            start += len(place)
+        return ordered(spec, fused)
+
+
+Parts = Mapping[str, StoredWeight | torch.Tensor]
+"""Weights of the parts of a layer by name, those that are not quantised in the engine's dtype."""
+
+
+def _all_stored(parts: Parts) -> list[StoredWeight] | None:
+    """Return the parts of a layer if all of them are quantised."""
+    stored = [part for part in parts.values() if isinstance(part, StoredWeight)]
+    return stored if len(stored) == len(parts) else None
+
+
+def _widen(part: StoredWeight, out: torch.Tensor) -> None:
+    if not out.is_meta:  # where it would import sympy
+        part.widen(out)
+
+
+class Fp8Product(Product):
+    """Products in FP8, by weights that have one scale per channel or tensor.
+
+    Args:
+        quantize: quantises rows of activations.
+    """
+
+    def __init__(self, quantize: QuantizeRows) -> None:
+        self._quantize = quantize
+
+    def linear(
+        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Linear | None:
+        if not all(isinstance(part.scheme, Fp8Scheme) and is_aligned(part.shape) for part in parts):
+            return None
+        tensors = {part.name: part.tensors for part in parts}
+        weight = ordered(spec, fuse(spec, lambda name: tensors[name][".weight"]))
+        scales = _joined([_channel_scales(part) for part in parts])
+        inputs = [part.tensors[".input_scale"] for part in parts if ".input_scale" in part.tensors]
+        input_scale: torch.Tensor | None = None
+        if (
+            inputs
+        ):  # the largest of the projections that share them; on the meta device `stack` would import sympy
+            input_scale = inputs[0] if inputs[0].is_meta else torch.stack(inputs).amax(dim=0)
+            if len(inputs) < len(parts):
+                return None
+        return Fp8Linear(weight, ordered(spec, scales), bias, input_scale, dtype, self._quantize)
+
+    def experts(
+        self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
+    ) -> StackedExperts | None:
+        if not all(isinstance(scheme, Fp8Scheme) for scheme in schemes):
+            return None
+        stacked = StackedExperts.empty(spec, FP8, weights.device)
+        for place, index in enumerate(spec.held_experts):
+            for layer, part, scale in stacked.places(place):
+                assert scale is not None
+                stored = take(
+                    index, layer
+                )  # experts do not quantise activations, whatever the scale of inputs
+                part.copy_(stored.tensors[".weight"])
+                scale.copy_(_channel_scales(stored))
+        return stacked
+
+
+def _channel_scales(part: StoredWeight) -> torch.Tensor:
+    """Return the scale of each output of an FP8 weight, float32 [out]."""
+    return part.tensors[".weight_scale"].expand(part.shape[0])
 
 
 class OnlineFp8LinearMethod(LinearMethod):
@@ -454,7 +545,7 @@ class OnlineFp8LinearMethod(LinearMethod):
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
         weight, bias = take_fused(weights, spec), take_bias(weights, spec)
-        if spec.keeps_precision or not is_aligned(weight):
+        if spec.keeps_precision or not is_aligned(weight.shape):
             return linear_of(weight, bias)
         return Fp8Linear(*quantized(weight), bias, None, weights.dtype, self._quantize)
 
@@ -483,81 +574,6 @@ class OnlineFp8LinearMethod(LinearMethod):
                 part.copy_(values)
                 scale.copy_(scales)
         return stacked
-
-
-class BlockFp8LinearMethod(LinearMethod):
-    """FP8 weights with a scale per block of rows and columns.
-
-    Layers whose spec keeps their precision, and those that the config names, are as the checkpoint has them.
-    """
-
-    def __init__(self, config: QuantizationConfig) -> None:
-        super().__init__()
-        assert config.block is not None
-        self._config, self._block = config, config.block
-        self._suffix = ".weight_scale_inv" if config.method == "fp8" else ".weight_scale"
-
-    def load(self, weights: Weights, spec: LinearSpec) -> Linear:
-        if not self._is_quantised(spec):
-            return super().load(weights, spec)
-        return linear_of(self._take(weights, spec), take_bias(weights, spec))
-
-    def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
-        if not self._is_quantised(spec):
-            return super().load_gated(weights, spec, activation)
-        return gated_linear_of(self._take(weights, spec), take_bias(weights, spec), activation)
-
-    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        if spec.names.stacked is not None:  # which are no linear layers, and left as they are
-            return super().load_experts(weights, spec)
-        stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
-        for place, index in enumerate(spec.held_experts):
-            for layer, part, _ in stacked.places(place):
-                name, shape = spec.projection(index, layer), spec.weight_shape(layer)
-                part.copy_(self._widened(weights, name, shape, spec.weight_shard(layer)))
-        return stacked
-
-    def take_weight(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        return self._take(weights, spec) if self._is_quantised(spec) else super().take_weight(weights, spec)
-
-    def _is_quantised(self, spec: LinearSpec) -> bool:
-        return not spec.keeps_precision and self._config.quantises_all(tuple(spec.parts))
-
-    def _take(self, weights: Weights, spec: LinearSpec) -> torch.Tensor:
-        """Take the weight [out, in]."""
-
-        def take_part(name: str) -> torch.Tensor:
-            shape = spec.parts[name], spec.in_features
-            return self._widened(weights, name, shape, spec.weight_shard(name))
-
-        return ordered(spec, fuse(spec, take_part))
-
-    def _widened(
-        self, weights: Weights, name: str, shape: tuple[int, int], shard: Shard | None
-    ) -> torch.Tensor:
-        """Take this process's part of a weight [out, in]."""
-        stored = weights.take(name + ".weight", *shape, dtype=FP8, shard=shard)
-        counts = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=True))
-        scales = weights.take_scale(name + self._suffix, counts, is_signed=True)
-        if stored.is_meta:  # where indexing would import torch's compiler
-            return torch.empty(stored.shape, dtype=weights.dtype, device=stored.device)
-        rows, columns = (
-            _indices(size, shard, dim, stored.device) // block
-            for dim, (size, block) in enumerate(zip(shape, self._block, strict=True))
-        )
-        factors = scales[:, columns]
-        return _by_rows(
-            stored, weights.dtype, lambda part, at: part.float() * factors[rows[at : at + len(part)]]
-        )
-
-
-class Mxfp4LinearMethod(LinearMethod):
-    """Experts in MXFP4, stored stacked; all else is unquantised."""
-
-    def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
-        if spec.names.stacked is None:
-            raise unsupported_experts(spec, "in MXFP4 and stored one by one")
-        return take_stacked(weights, spec, take_mxfp4)
 
 
 def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None) -> torch.Tensor:
@@ -593,25 +609,12 @@ def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: 
     return flat.view(*packed.shape[:2], -1)
 
 
-def _indices(size: int, shard: Shard | None, dim: int, device: torch.device) -> torch.Tensor:
-    """Return the indices, int64, along a dimension of a tensor that a process takes."""
-    ranges: Sequence[range] = (range(size),) if shard is None or shard.dim != dim else shard.ranges
-    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
-
-
-def widened(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an FP8 weight [out, in] in another dtype, multiplied by the scale of each channel [out]."""
-    if weight.is_meta:  # where the product would import sympy
-        return torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    return _by_rows(weight, dtype, lambda part, at: part.float().mul_(scale[at : at + len(part), None]))
-
-
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [out, in] in FP8 and the scale of each channel, float32 [out]."""
     out = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = weight.abs().amax(dim=1).float().div_(MAX_FP8).clamp_(min=1e-12)
-    for start in range(0, len(weight), _ROWS):
-        rows = slice(start, start + _ROWS)
+    for start in range(0, len(weight), ROWS):
+        rows = slice(start, start + ROWS)
         out[rows] = (weight[rows].float() / scale[rows, None]).clamp_(-MAX_FP8, MAX_FP8).to(FP8)
     return out, scale
 
@@ -619,12 +622,12 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _joined(scales: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate vectors. On the meta device `torch.cat` would import torch's compiler, which takes seconds."""
     if len(scales) == 1:
-        return scales[0]
+        return scales[0].contiguous()
     return scales[0].new_empty(sum(map(len, scales))) if scales[0].is_meta else torch.cat(scales)
 
 
-def is_aligned(weight: torch.Tensor) -> bool:
-    return all(size % _ALIGNMENT == 0 for size in weight.shape)
+def is_aligned(shape: Sequence[int]) -> bool:
+    return all(size % _ALIGNMENT == 0 for size in shape)
 
 
 def _by_rows(
@@ -642,6 +645,6 @@ def _by_rows(
     """
     shape = (len(stored), stored.shape[1] if columns is None else columns)
     out = torch.empty(shape, dtype=dtype, device=stored.device)
-    for start in range(0, len(stored), _ROWS):
-        out[start : start + _ROWS] = widen(stored[start : start + _ROWS], start)
+    for start in range(0, len(stored), ROWS):
+        out[start : start + ROWS] = widen(stored[start : start + ROWS], start)
     return out

@@ -1,27 +1,23 @@
-"""QuantizationConfig: how the weights of a checkpoint are quantised, read from config.json or hf_quant_config.json. No
-torch.
+"""QuantizationConfig: which layers of a checkpoint are quantised, and by which scheme. No torch.
 
-FP8 (e4m3) weights with a scale per tensor, per output channel or per block are served, as compressed-tensors, NVIDIA's
-ModelOpt and vLLM's own `fp8` write them, and gpt-oss' experts in MXFP4. Other schemes are refused by name before any
-weight is read.
+`quantization_formats` reads it from config.json or hf_quant_config.json. The patterns of layers that these have are
+bounded, because they come with a checkpoint and are matched against every layer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme, StoredTensor
 
-Method = Literal["compressed-tensors", "modelopt", "fp8", "mxfp4"]
-
-_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, and experts in MXFP4"
-_MAX_BLOCK = 4096
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
 _MAX_PATTERNS = 256
@@ -37,49 +33,138 @@ _DIGITS_REPEATED = re.compile(rf"(?:{_DIGIT})[*+]")
 
 
 class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
-    """Quantised weights, and how their inputs are to be quantised."""
+    """Which linear layers are quantised, and how."""
 
-    method: Method
-    is_per_channel: bool = False
-    """Whether a weight has a scale per output channel, rather than one."""
-    block: tuple[int, int] | None = None
-    """Rows and columns of a weight that share a scale; None: see `is_per_channel`."""
-    is_static: bool = False
-    """Whether inputs have a scale in the checkpoint (`input_scale`), rather than one per token and step."""
+    method: str
+    """`quant_method` in config.json."""
+    default: Scheme | None = None
+    """Of the layers that nothing else names; None: they are not quantised."""
+    experts: Scheme | None = None
+    """Of experts that are stored stacked; None: they are not quantised."""
     ignored: tuple[str, ...] = ()
     """Linear layers that are not quantised: names of layers or of modules that contain them, with `*` for any text, or
     simple regular expressions after `re:`."""
+    rules: tuple[tuple[str, Scheme | None], ...] = ()
+    """Schemes of layers by name or by a regular expression after `re:`. Names count before expressions, and of these
+    the first that matches."""
+    plain: frozenset[str] = frozenset()
+    """Layers that the checkpoint stores unquantised (`with_stored_layers`)."""
 
-    def quantises(self, layer: str) -> bool:
-        """Whether a linear layer is quantised.
+    def scheme_of(self, layer: str) -> Scheme | None:
+        """Return the scheme of a linear layer; None: it is not quantised.
 
         Args:
             layer: its name in the checkpoint, without `.weight`.
         """
-        if not self._names.isdisjoint(_modules(layer)):
-            return False
-        if any(pattern.match(layer) for pattern in self._expressions):
-            return False
-        return not any(glob.match(module) for glob in self._globs for module in _modules(layer))
+        if self._is_ignored(layer):
+            return None
+        scheme = self._scheme(layer)
+        return None if layer in self.plain and scheme is not None and scheme.is_told_by_storage else scheme
 
-    def quantises_all(self, layers: Sequence[str]) -> bool:
-        """Whether linear layers that are computed together are quantised.
+    def quantises(self, layer: str) -> bool:
+        """Whether a linear layer is quantised."""
+        return self.scheme_of(layer) is not None
 
-        Raises:
-            ConfigError: some are and some are not.
-        """
-        found = {self.quantises(layer) for layer in layers}
-        if len(found) > 1:
-            raise ConfigError(
-                f"some of {', '.join(layers[:3])} are quantised and some are not; they are computed together, so "
-                "quantise all of them or none"
-            )
-        return found.pop()
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that layers may have, each once."""
+        found = [self.default, *(scheme for _, scheme in self.rules)]
+        return tuple(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     @property
     def is_widened(self) -> bool:
-        """Whether weights are widened on every device as they are loaded."""
-        return self.block is not None or self.method == "mxfp4"
+        """Whether all weights are widened on every device as they are loaded."""
+        return not any(isinstance(scheme, Fp8Scheme) for scheme in self.schemes)
+
+    def stored_tensor(self, name: str) -> tuple[str, Scheme, StoredTensor] | None:
+        """Return the layer that a tensor of a checkpoint belongs to, its scheme, and which of its tensors it is; None:
+        it is none of a quantised layer."""
+        for suffix in self._suffixes:
+            if name.endswith(suffix) and (scheme := self.scheme_of(name.removesuffix(suffix))) is not None:
+                for tensor in scheme.tensors:
+                    if tensor.suffix == suffix:
+                        return name.removesuffix(suffix), scheme, tensor
+        return None
+
+    def widened_elements(self, elements: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Return how many numbers tensors have once they are loaded, by name, and how many of these FP8 weights that
+        are multiplied as they are would have.
+
+        Args:
+            elements: number of stored elements of each.
+        """
+        found, num_fp8 = {}, 0
+        for name, count in elements.items():
+            place = self.stored_tensor(name)
+            if place is not None:
+                layer, scheme, tensor = place
+                needed = [each for each in scheme.tensors[1:2] if layer + each.suffix in elements]
+                if needed and tensor == scheme.tensors[0]:
+                    count = round(count / scheme.elements_per_number)
+                    num_fp8 += count if isinstance(scheme, Fp8Scheme) else 0
+                elif needed and not isinstance(scheme, Fp8Scheme):
+                    count = 0
+            elif self.experts is not None and name.endswith("_blocks"):
+                count *= 2  # numbers in a byte
+            found[name] = count
+        return found, num_fp8
+
+    def renamed(self, name_of: Callable[[str], str | None]) -> QuantizationConfig:
+        """Return this with other names of layers.
+
+        Args:
+            name_of: maps a name or pattern; to None what is none of the layers.
+        """
+        return replace(
+            self,
+            ignored=tuple(own for name in self.ignored if (own := name_of(name)) is not None),
+            rules=tuple((own, scheme) for name, scheme in self.rules if (own := name_of(name)) is not None),
+        )
+
+    def with_stored_layers(self, names: Collection[str]) -> QuantizationConfig:
+        """Return this with the layers that a checkpoint stores unquantised, though no list of exceptions names them.
+
+        Args:
+            names: of all tensors.
+        """
+        found = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+        is_told = [scheme for scheme in self.schemes if scheme.is_told_by_storage]
+        ends = {each.tensors[1].suffix for each in is_told}
+        plain = {layer for layer in found if not any(layer + end in names for end in ends)}
+        return replace(self, plain=frozenset(plain if is_told else ()))
+
+    def _is_ignored(self, layer: str) -> bool:
+        if not self._names.isdisjoint(_modules(layer)):
+            return True
+        if any(pattern.match(layer) for pattern in self._expressions):
+            return True
+        return any(glob.match(module) for glob in self._globs for module in _modules(layer))
+
+    def _scheme(self, layer: str) -> Scheme | None:
+        if layer in self._named_rules:
+            return self._named_rules[layer]
+        for pattern, scheme in self._matched_rules:
+            if pattern.match(layer):
+                return scheme
+        return self.default
+
+    @cached_property
+    def _suffixes(self) -> list[str]:
+        """Suffixes of all stored tensors, the longest first."""
+        found = {tensor.suffix for scheme in self.schemes for tensor in scheme.tensors}
+        return sorted(found, key=len, reverse=True)
+
+    @cached_property
+    def _named_rules(self) -> dict[str, Scheme | None]:
+        return {name: scheme for name, scheme in reversed(self.rules) if not _is_pattern(name)}
+
+    @cached_property
+    def _matched_rules(self) -> list[tuple[re.Pattern[str], Scheme | None]]:
+        return [
+            (re.compile(name[3:] if name.startswith("re:") else translate(name)), scheme)
+            for name, scheme in self.rules
+            if _is_pattern(name)
+        ]
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -107,36 +192,6 @@ def _modules(layer: str) -> Iterator[str]:
     while layer:
         yield layer
         layer = layer.rpartition(".")[0]
-
-
-def parse_quantization(
-    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any]
-) -> QuantizationConfig | None:
-    """Return the quantisation of a checkpoint, or None if it is not quantised.
-
-    Args:
-        config: config.json.
-        hf_quant_config: hf_quant_config.json, which ModelOpt writes; empty if there is none.
-
-    Raises:
-        ConfigError: the scheme is not supported, or the description is malformed.
-    """
-    raw = config.get("quantization_config") or config.get("compression_config")
-    if not raw and hf_quant_config:
-        raw = {"quant_method": "modelopt", **_mapping(hf_quant_config.get("quantization"), "quantization")}
-    if not raw:
-        return None
-    raw = _mapping(raw, "quantization_config")
-    method = str(raw.get("quant_method") or "")[:64]
-    if method == "compressed-tensors":
-        return _compressed_tensors(raw)
-    if method.startswith("modelopt"):
-        return _modelopt(raw)
-    if method == "fp8":
-        return _fp8(raw)
-    if method == "mxfp4":
-        return QuantizationConfig(method="mxfp4")
-    raise _refused(f"quant_method {method!r}")
 
 
 def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> None:
@@ -187,119 +242,29 @@ def no_fp8_product(dtype: str, device: str, uses_triton: bool) -> str | None:
     return None if uses_triton else "the Triton kernels do not serve here"
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
-    """https://github.com/vllm-project/compressed-tensors"""
-    if (form := raw.get("format")) not in (None, "float-quantized", "naive-quantized"):
-        raise _refused(f"compressed-tensors format {form!r}")
-    if _mapping(raw.get("sparsity_config") or {}, "sparsity_config").get("format", "dense") != "dense":
-        raise _refused("compressed-tensors with sparse weights")
-    if raw.get("transform_config"):
-        raise _refused("compressed-tensors with transforms")
-    groups = list(_mapping(raw.get("config_groups") or {}, "config_groups").values())
-    schemes = {_group_scheme(_mapping(group, "config_groups")) for group in groups}
-    if len(schemes) != 1:
-        raise _refused(f"compressed-tensors with {len(schemes)} schemes in one checkpoint")
-    is_per_channel, is_static, block = schemes.pop()
-    return QuantizationConfig(
-        method="compressed-tensors",
-        is_per_channel=is_per_channel,
-        block=block,
-        is_static=is_static,
-        ignored=_ignored(raw.get("ignore")),
-    )
+def layer_names(value: Any) -> tuple[str, ...]:
+    """Return the names and patterns of a list of layers.
 
-
-def _group_scheme(group: Mapping[str, Any]) -> tuple[bool, bool, tuple[int, int] | None]:
-    """Return `is_per_channel`, `is_static` and `block`."""
-    if group.get("targets") != ["Linear"]:
-        raise _refused("compressed-tensors with other targets than Linear")
-    weights = _mapping(group.get("weights") or {}, "weights")
-    inputs = _mapping(group.get("input_activations") or {}, "input_activations")
-    for name, each in (("weights", weights), ("input activations", inputs)):
-        kind = f"{name} of {each.get('num_bits')} bits {each.get('type')!r}"
-        if (each.get("num_bits"), each.get("type")) != (8, "float") or each.get("symmetric") is False:
-            raise _refused(f"compressed-tensors with {kind}")
-    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic")
-    if strategy == "block":
-        return False, False, _block(weights.get("block_structure"))
-    if strategy not in ("tensor", "channel"):
-        raise _refused(f"compressed-tensors with weights per {strategy!r}")
-    if (inputs.get("strategy"), dynamic) not in (("token", True), ("tensor", False), ("tensor", True)):
-        raise _refused(f"compressed-tensors with input activations per {inputs.get('strategy')!r}")
-    return strategy == "channel", not dynamic, None
-
-
-def _block(sizes: Any) -> tuple[int, int]:
-    """Return the rows and columns of a weight that share a scale."""
-    if (
-        not isinstance(sizes, list)
-        or len(sizes) != 2
-        or not all(isinstance(size, int) and 1 <= size <= _MAX_BLOCK for size in sizes)
-    ):
-        raise _refused(f"FP8 with scales per block of {str(sizes)[:60]}")
-    return sizes[0], sizes[1]
-
-
-def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
-    """https://github.com/NVIDIA/TensorRT-Model-Optimizer"""
-    nested = _mapping(raw.get("quantization") or {}, "quantization")
-    algorithm = raw.get("quant_algo") or nested.get("quant_algo")
-    is_per_channel = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
-    if algorithm != "FP8" and not is_per_channel:
-        raise _refused(f"ModelOpt's quant_algo {algorithm!r}")
-    ignored = raw.get("ignore") or raw.get("exclude_modules") or nested.get("exclude_modules")
-    return QuantizationConfig(
-        method="modelopt",
-        is_per_channel=is_per_channel,
-        is_static=not is_per_channel,
-        ignored=_ignored(ignored),
-    )
-
-
-def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
-    block = None if (sizes := raw.get("weight_block_size")) is None else _block(sizes)
-    scheme = raw.get("activation_scheme", "dynamic")
-    if scheme not in ("dynamic", "static"):
-        raise _refused(f"FP8 with activation_scheme {scheme!r}")
-    ignored = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
-    if block is not None and scheme == "static":
-        raise _refused("FP8 with scales per block and static activations")
-    return QuantizationConfig(
-        method="fp8", block=block, is_static=scheme == "static", ignored=_ignored(ignored)
-    )
-
-
-def _refused(scheme: str) -> ConfigError:
-    return ConfigError(
-        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint or "
-        f"the unquantised one, {OTHER_ENGINES}"
-    )
-
-
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is not a JSON object")
-    return value
-
-
-def _ignored(value: Any) -> tuple[str, ...]:
+    Raises:
+        ConfigError: it is no such list, too long, or has a pattern that may take long.
+    """
     names: Sequence[Any] = value or ()
     if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-        raise ConfigError("the list of layers that are not quantised is not a list of names")
+        raise ConfigError("a list of layers in quantization_config is not a list of names")
     if len(names) > _MAX_IGNORED or any(len(each) > _MAX_PATTERN for each in names):
         raise ConfigError(
-            f"the list of layers that are not quantised has more than {_MAX_IGNORED} names, or one of more than "
+            f"a list of layers in quantization_config has more than {_MAX_IGNORED} names, or one of more than "
             f"{_MAX_PATTERN} characters"
         )
     if sum(map(_is_pattern, names)) > _MAX_PATTERNS:
         raise ConfigError(
-            f"the list of layers that are not quantised has more than {_MAX_PATTERNS} patterns; write the names out"
+            f"a list of layers in quantization_config has more than {_MAX_PATTERNS} patterns; write the names out"
         )
     for each in names:
         if each.startswith("re:"):
             _check_expression(each[3:])
         elif each.count("*") > _MAX_STARS:
-            raise ConfigError(f"the pattern {each!r} of layers that are not quantised has too many *")
+            raise ConfigError(f"the pattern {each!r} of layers in quantization_config has too many *")
     return tuple(names)
 
 
@@ -318,6 +283,6 @@ def _check_expression(pattern: str) -> None:
         is_simple = False
     if not is_simple:
         raise ConfigError(
-            f"the pattern {pattern!r} of layers that are not quantised is malformed or too complex: only plain text, "
+            f"the pattern {pattern!r} of layers in quantization_config is malformed or too complex: only plain text, "
             f"classes of characters and {_MAX_REPEATS} repetitions (.*) are supported; write the names out"
         )

@@ -12,11 +12,13 @@ embedding if they are tied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from argosy_engine.attention.params import AttentionParams, DeltaNetParams, MambaParams
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.model_config import ModelConfig
+
+if TYPE_CHECKING:  # whose quantisation has shards
+    from argosy_engine.model_configs.model_config import ModelConfig
 
 
 class Shard(NamedTuple):

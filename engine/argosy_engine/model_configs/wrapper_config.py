@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import RawConfig
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
@@ -171,6 +169,4 @@ def text_quantization(found: QuantizationConfig | None) -> QuantizationConfig | 
     """Return the quantisation with the names of the text part's layers."""
     if found is None:
         return None
-    return replace(
-        found, ignored=tuple(own for name in found.ignored if (own := text_name(name)) is not None)
-    )
+    return found.renamed(text_name)

@@ -19,7 +19,7 @@ from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
-from argosy_engine.model_configs.quantization_config import parse_quantization
+from argosy_engine.model_configs.quantization_formats import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
 from argosy_engine.model_configs.sharding import check_pipeline_parallel, check_tensor_parallel
 from argosy_engine.model_configs.transformers_config import (
@@ -28,6 +28,7 @@ from argosy_engine.model_configs.transformers_config import (
     config_class_name,
     read_hf_config,
 )
+from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
     READ_OF_WRAPPERS,
@@ -188,7 +189,7 @@ def _check_quantised_experts(config: ModelConfig) -> None:
         return
     for index, is_sparse in enumerate(experts.is_sparse):
         prefix = f"model.layers.{index}.{experts.mlp}{experts.names.experts}"
-        is_quantised = quantization.block is not None or any(
+        is_quantised = isinstance(quantization.default, BlockFp8Scheme) or any(
             quantization.quantises(prefix + name) for name in experts.names.stacked
         )
         if is_sparse and is_quantised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -190,7 +191,7 @@ def load_model(
             [
                 *model_class.ignored_tensors,
                 *_unused_heads(config),
-                *_kv_scales(config),
+                *_unused_scales(config),
                 *config.unused_tensors,
             ],
         )
@@ -275,9 +276,13 @@ def _unused_heads(config: ModelConfig) -> list[str]:
     return [r"lm_head\.weight"] if config.tie_word_embeddings else []
 
 
-def _kv_scales(config: ModelConfig) -> list[str]:
-    """Return the patterns of an FP8 KV cache's scales, which quantised checkpoints may have (`LayerFactory`)."""
-    return [] if config.quantization is None else [r".*\.([kvq]_scale|[kv]_proj\.output_scale)"]
+def _unused_scales(config: ModelConfig) -> list[str]:
+    """Return the patterns of what quantised checkpoints may have and not every load reads: an FP8 KV cache's scales
+    (`LayerFactory`), and of each scheme `Scheme.unused`."""
+    if config.quantization is None:
+        return []
+    unused = {re.escape(suffix) for scheme in config.quantization.schemes for suffix in scheme.unused}
+    return [r".*\.([kvq]_scale|[kv]_proj\.output_scale)", *(".*" + suffix for suffix in sorted(unused))]
 
 
 class LoadProgress:

@@ -33,8 +33,9 @@ from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
 from argosy_engine.distributed.parallel_state import Communicator
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.layers.linear import LinearSpec
-from argosy_engine.layers.linear_method import planned_linear_method, take_mxfp4
+from argosy_engine.layers.linear_method import SchemeLinearMethod, take_mxfp4
 from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
+from argosy_engine.model_configs.weight_schemes import Scheme
 from argosy_engine.model_configs.wrapper_config import text_name, without_parts
 from argosy_engine.models.transformers_attention import STEP
 from argosy_engine.models.transformers_classes import (
@@ -54,7 +55,6 @@ from argosy_engine.models.transformers_model import (
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _WHOLE = frozenset({"BOOL", "I32", "I64"})
 """Of masks and positions, which some checkpoints have."""
-_SCALE = re.compile(r"(.*\.weight)(_scale|_scale_inv)")
 _UNUSED_SCALE = re.compile(r".*\.(input_scale|[kvq]_scale|[kv]_proj\.output_scale)")
 """Scales of inputs and of an FP8 KV cache, neither of which is in FP8 here."""
 _HEADS = re.compile(r"(lm_head|score)\.(weight|bias)")
@@ -246,9 +246,9 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
     is_wrapped = config.wrapper is not None
     stored = _stored_tensors(path, config)
     weights = SafetensorsWeights(path, dtype, torch.device("cpu"), prefix="", is_wrapped=is_wrapped)
-    method = planned_linear_method(config)
-    is_mxfp4 = quantization.method == "mxfp4"
-    suffix = "_scale_inv" if quantization.block is not None and quantization.method == "fp8" else "_scale"
+    quantization = quantization.with_stored_layers(weights.names)
+    method = SchemeLinearMethod(quantization)
+    unused = tuple(suffix for scheme in quantization.schemes for suffix in scheme.unused)
     found: dict[str, Any] = {}
 
     def linear(layer: str, shape: tuple[int, ...]) -> _Lazy:
@@ -262,29 +262,51 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
 
     for name, tensor in stored.items():
         own = text_name(name) if is_wrapped else name
-        if own is None or _UNUSED_SCALE.fullmatch(name):
+        if own is None or _UNUSED_SCALE.fullmatch(name) or own.endswith(unused):
             continue
-        if (scale := _SCALE.fullmatch(name)) is not None:
-            if scale[1] not in stored or stored[scale[1]].dtype in _PLAIN:
-                raise _misfit(path, name, "is the scale of a weight that is not quantised")
-            continue
-        if is_mxfp4 and (packed := _MXFP4.fullmatch(name)) is not None and tensor.dtype == "U8":
+        if (place := quantization.stored_tensor(own)) is not None:
+            layer, scheme, part = place
+            weight, whole = scheme.tensors[0], name.removesuffix(part.suffix)
+            main = stored.get(whole + weight.suffix)
+            if part != weight:
+                if main is None or main.dtype in _PLAIN:
+                    raise _misfit(path, name, "is the scale of a weight that is not quantised")
+                continue
+            if tensor.dtype == weight.dtype and len(tensor.shape) == len(weight.axes):
+                shape = scheme.shape_of(tuple(tensor.shape))
+                _check_parts(path, whole, scheme, shape, stored)
+                found[whole + ".weight"] = linear(layer, shape)
+                continue
+        elif tensor.dtype == "F8_E4M3" and own.endswith(".weight") and quantization.schemes:
+            raise _misfit(path, name, "is F8_E4M3, and config.json says that it is not quantised")
+        if quantization.experts is not None and (packed := _MXFP4.fullmatch(name)) and tensor.dtype == "U8":
             if packed[2] == "blocks":
                 _check_mxfp4(path, name, tensor, stored)
                 found[packed[1]] = experts(own.removesuffix("_blocks"), tuple(tensor.shape))
             continue
-        if tensor.dtype in _PLAIN or tensor.dtype in _WHOLE:
-            found[name] = weights.slice_of(own)
-            continue
-        layer = own.removesuffix(".weight")
-        if tensor.dtype != "F8_E4M3" or is_mxfp4 or len(tensor.shape) != 2 or layer == own:
+        if tensor.dtype not in _PLAIN and tensor.dtype not in _WHOLE:
             raise _misfit(path, name, f"is {tensor.dtype} {tensor.shape}")
-        if not quantization.quantises(layer):
-            raise _misfit(path, name, "is F8_E4M3, and config.json says that it is not quantised")
-        if name + suffix not in stored:
-            raise _misfit(path, name, f"is F8_E4M3, and there is no {name}{suffix}")
-        found[name] = linear(layer, tuple(tensor.shape))
+        found[name] = weights.slice_of(own)
     return found
+
+
+def _check_parts(
+    path: Path, layer: str, scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
+) -> None:
+    """
+    Raises:
+        ConfigError: a tensor of a quantised layer is missing, or of another shape or dtype than its weight's.
+    """
+    weight, *others = scheme.tensors
+    for part in others:
+        name = layer + part.suffix
+        if name not in stored:
+            if not part.is_optional:
+                raise _misfit(path, layer + weight.suffix, f"is {weight.dtype}, and there is no {name}")
+        elif part.dtype is not None:
+            found, sizes = stored[name], part.shape(shape)
+            if found.dtype != part.dtype or tuple(found.shape) != sizes:
+                raise _misfit(path, name, f"is {found.dtype} {found.shape}, not {part.dtype} {list(sizes)}")
 
 
 def _check_mxfp4(

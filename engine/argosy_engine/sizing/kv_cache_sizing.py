@@ -147,21 +147,19 @@ def estimate_weights(
         stage: the worker's.
     """
     stored = config.quantization
-    is_widened = stored is None or stored.is_widened or config.widens_fp8
-    keeps_fp8 = not is_widened and device == "cuda" and itemsize == 2
-    total, fp8_bytes = 0, 0
     is_headless = config.pooling is not None
-    for name, count in elements.items():
-        if (config.tie_word_embeddings or is_headless) and name == HEAD:
-            continue
-        if keeps_fp8 and f"{name}_scale" in elements:
-            fp8_bytes += count
-        else:
-            total += 2 * count if name.endswith("_blocks") else count  # of MXFP4, two numbers in a byte
+    if config.tie_word_embeddings or is_headless:
+        elements = {name: count for name, count in elements.items() if name != HEAD}
+    num_fp8 = 0
+    if stored is not None:
+        elements, num_fp8 = stored.widened_elements(elements)
+    if device != "cuda" or itemsize != 2 or config.widens_fp8:
+        num_fp8 = 0
+    total = sum(elements.values()) - num_fp8
     if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
-    return total * itemsize + fp8_bytes
+    return total * itemsize + num_fp8
 
 
 def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str, int]:

@@ -1,0 +1,173 @@
+"""Quantised weights: takes the tensors of a layer by its scheme, and says what their numbers stand for.
+
+`StoredWeight` holds a rank's part as it is stored. `numbers` returns rows of it as integers (or small floating point
+numbers) with scales and zero points, which kernels that keep the weight small begin with; `widen` returns it in the
+engine's dtype, a few rows at a time. The product of number and scale is taken in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from argosy_engine.checkpoint.weights import DTYPES, Weights
+from argosy_engine.model_configs.sharding import Shard
+from argosy_engine.model_configs.weight_schemes import (
+    BlockFp8Scheme,
+    Cut,
+    Fp8Scheme,
+    Scheme,
+    StoredTensor,
+    shard_of,
+)
+
+ROWS = 1024
+"""Rows that are widened or quantised at a time, to limit peak memory."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""The stored tensors of a layer, by suffix, as far as they are read."""
+
+
+class Numbers(NamedTuple):
+    """Rows of a weight, each number (value - zero) * scale."""
+
+    values: torch.Tensor
+    """[rows, in]: uint8, int8, float8_e4m3fn, or float32."""
+    scales: torch.Tensor
+    """float32 [rows, groups]"""
+    zeros: torch.Tensor | None
+    """float32 [rows, groups]; None: all are 0."""
+    groups: int | torch.Tensor
+    """Consecutive inputs that share a scale, or int64 [in], the group of each input."""
+
+
+Reader = Callable[[int, int], Numbers]
+"""Returns the rows from one to another, as many as are read, with all their inputs."""
+
+
+class StoredWeight:
+    """A rank's part of the weight [out, in] of one layer, as the checkpoint stores it.
+
+    Args:
+        name: of the layer, for messages.
+        tensors: what `cut` says of them, by suffix.
+        reader: made of the tensors.
+    """
+
+    def __init__(self, name: str, scheme: Scheme, tensors: Tensors, cut: Cut, reader: Reader | None) -> None:
+        self.name, self.scheme, self.tensors = name, scheme, tensors
+        self._cut, self._reader = cut, reader
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the part, [out, in]."""
+        return sum(map(len, self._cut.used_out)), sum(map(len, self._cut.used_in))
+
+    def numbers(self) -> Iterator[tuple[int, Numbers]]:
+        """Yield the part a few rows at a time, each with the index of its first row."""
+        assert self._reader is not None
+        place = 0
+        for rows in self._cut.used_out:
+            for start in range(rows.start, rows.stop, ROWS):
+                stop = min(start + ROWS, rows.stop)
+                yield place, self._without_unused_inputs(self._reader(start, stop))
+                place += stop - start
+
+    def widen(self, out: torch.Tensor) -> None:
+        """Write the part into a tensor [out, in] of the engine's dtype."""
+        for place, numbers in self.numbers():
+            out[place : place + len(numbers.values)] = widened(numbers)
+
+    def _without_unused_inputs(self, numbers: Numbers) -> Numbers:
+        (first, *more), size = self._cut.used_in, numbers.values.shape[1]
+        if not more and first == range(size):
+            return numbers
+        device = numbers.values.device
+        used = torch.cat([torch.arange(each.start, each.stop, device=device) for each in self._cut.used_in])
+        groups = group_of_inputs(numbers.groups, size, device)[used]
+        values = numbers.values
+        if values.dtype is torch.float8_e4m3fn:  # which torch indexes only as bytes
+            values = values.view(torch.uint8)[:, used].view(torch.float8_e4m3fn)
+        else:
+            values = values[:, used]
+        return Numbers(values, numbers.scales, numbers.zeros, groups)
+
+
+def group_of_inputs(groups: int | torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+    """Return the group of each of `size` inputs, int64."""
+    return torch.arange(size, device=device) // groups if isinstance(groups, int) else groups
+
+
+def widened(numbers: Numbers) -> torch.Tensor:
+    """Return what rows stand for, float32 [rows, in]."""
+    values, scales, zeros, groups = numbers
+    values = values.float()
+    rows, size = values.shape
+    if isinstance(groups, int) and size == groups * scales.shape[1]:
+        values = values.view(rows, -1, groups)
+        scales = scales.unsqueeze(2)
+        zeros = None if zeros is None else zeros.unsqueeze(2)
+    else:
+        index = group_of_inputs(groups, size, values.device)
+        scales = scales[:, index]
+        zeros = None if zeros is None else zeros[:, index]
+    return ((values if zeros is None else values - zeros) * scales).view(rows, size)
+
+
+def take_weight(
+    weights: Weights, name: str, scheme: Scheme, shape: tuple[int, int], shard: Shard | None
+) -> StoredWeight:
+    """Take this process's part of a layer's weight.
+
+    Args:
+        name: of the layer in the checkpoint, without a suffix.
+        shape: of the whole weight, [out, in].
+
+    Raises:
+        ConfigError: a weight of this shape cannot be stored so, or what is stored is contradictory.
+    """
+    scheme.check(name, shape)
+    cut = scheme.cut(shape, shard)
+    taken = {each.suffix: _take(weights, name, each, shape, cut) for each in scheme.tensors}
+    tensors = {suffix: tensor for suffix, tensor in taken.items() if tensor is not None}
+    if next(iter(tensors.values())).is_meta:
+        return StoredWeight(name, scheme, tensors, cut, None)
+    return StoredWeight(name, scheme, tensors, cut, _READERS[type(scheme)](name, scheme, tensors, cut))
+
+
+def _take(
+    weights: Weights, name: str, stored: StoredTensor, shape: tuple[int, int], cut: Cut
+) -> torch.Tensor | None:
+    sizes, shard = stored.shape(shape), shard_of(stored, cut)
+    if stored.dtype is None:
+        return weights.take_scale(name + stored.suffix, sizes, shard, is_signed=not stored.is_positive)
+    dtype = DTYPES[stored.dtype]
+    if stored.is_optional:
+        return weights.find(name + stored.suffix, *sizes, dtype=dtype, shard=shard)
+    return weights.take(name + stored.suffix, *sizes, dtype=dtype, shard=shard)
+
+
+def _fp8(_: str, scheme: Fp8Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    weight, scale = tensors[".weight"], tensors[".weight_scale"]
+    scales = scale.expand(len(weight)).unsqueeze(1)
+    return lambda start, stop: Numbers(weight[start:stop], scales[start:stop], None, weight.shape[1])
+
+
+def _block_fp8(_: str, scheme: BlockFp8Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    weight, scale = tensors[".weight"], tensors[scheme.scale]
+    rows, columns = scheme.block
+
+    def read(start: int, stop: int) -> Numbers:
+        index = torch.arange(start, stop, device=weight.device) // rows
+        return Numbers(weight[start:stop], scale[index], None, columns)
+
+    return read
+
+
+_READERS: dict[type[Scheme], Callable[[str, Any, Tensors, Cut], Reader]] = {
+    Fp8Scheme: _fp8,
+    BlockFp8Scheme: _block_fp8,
+}
+"""What makes a reader of a layer's tensors; the name is for messages."""

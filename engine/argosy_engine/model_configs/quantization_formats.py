@@ -1,0 +1,151 @@
+"""Reads how a checkpoint is quantised from config.json or hf_quant_config.json, in each format that is known. No torch.
+
+What is not read is refused by name before any weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from argosy_engine.errors import OTHER_ENGINES, ConfigError
+from argosy_engine.model_configs.quantization_config import QuantizationConfig, layer_names
+from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme, Fp8Scheme, Mxfp4ExpertsScheme, Scheme
+
+_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, and experts in MXFP4"
+_MAX_BLOCK = 4096
+
+
+def parse_quantization(
+    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any]
+) -> QuantizationConfig | None:
+    """Return the quantisation of a checkpoint, or None if it is not quantised.
+
+    Args:
+        config: config.json.
+        hf_quant_config: hf_quant_config.json, which ModelOpt writes; empty if there is none.
+
+    Raises:
+        ConfigError: the scheme is not supported, or the description is malformed.
+    """
+    raw = config.get("quantization_config") or config.get("compression_config")
+    if not raw and hf_quant_config:
+        raw = {"quant_method": "modelopt", **_mapping(hf_quant_config.get("quantization"), "quantization")}
+    if not raw:
+        return None
+    raw = _mapping(raw, "quantization_config")
+    method = str(raw.get("quant_method") or "")[:64]
+    if (read := _METHODS.get("modelopt" if method.startswith("modelopt") else method)) is None:
+        raise _refused(f"quant_method {method!r}")
+    return read(raw)
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/vllm-project/compressed-tensors"""
+    if (form := raw.get("format")) not in (None, "float-quantized", "naive-quantized"):
+        raise _refused(f"compressed-tensors format {form!r}")
+    if _mapping(raw.get("sparsity_config") or {}, "sparsity_config").get("format", "dense") != "dense":
+        raise _refused("compressed-tensors with sparse weights")
+    if raw.get("transform_config"):
+        raise _refused("compressed-tensors with transforms")
+    rules: list[tuple[str, Scheme | None]] = []
+    default: Scheme | None = None
+    for each in _mapping(raw.get("config_groups") or {}, "config_groups").values():
+        group = _mapping(each, "config_groups")
+        scheme = _group_scheme(group)
+        for target in layer_names(group.get("targets")):
+            if target == "Linear" and default in (None, scheme):
+                default = scheme
+            elif target.startswith("re:") or "." in target:
+                rules.append((target, scheme))
+            else:
+                raise _refused(f"compressed-tensors with the target {target!r}")
+    if default is None and not rules:
+        raise _refused("compressed-tensors without targets in config_groups")
+    layer_names([target for target, _ in rules])  # together they are bounded as well
+    return QuantizationConfig(
+        method="compressed-tensors",
+        default=default,
+        rules=tuple(rules),
+        ignored=layer_names(raw.get("ignore")),
+    )
+
+
+def _group_scheme(group: Mapping[str, Any]) -> Scheme:
+    weights = _mapping(group.get("weights") or {}, "weights")
+    inputs = _mapping(group.get("input_activations") or {}, "input_activations")
+    for name, each in (("weights", weights), ("input activations", inputs)):
+        kind = f"{name} of {each.get('num_bits')} bits {each.get('type')!r}"
+        if (each.get("num_bits"), each.get("type")) != (8, "float") or each.get("symmetric") is False:
+            raise _refused(f"compressed-tensors with {kind}")
+    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic")
+    if strategy == "block":
+        return BlockFp8Scheme(block=_block(weights.get("block_structure")))
+    if strategy not in ("tensor", "channel"):
+        raise _refused(f"compressed-tensors with weights per {strategy!r}")
+    if (inputs.get("strategy"), dynamic) not in (("token", True), ("tensor", False), ("tensor", True)):
+        raise _refused(f"compressed-tensors with input activations per {inputs.get('strategy')!r}")
+    return Fp8Scheme(is_per_channel=strategy == "channel", is_static=not dynamic)
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    """Return the rows and columns of a weight that share a scale."""
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and 1 <= size <= _MAX_BLOCK for size in sizes)
+    ):
+        raise _refused(f"FP8 with scales per block of {str(sizes)[:60]}")
+    return sizes[0], sizes[1]
+
+
+def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/NVIDIA/TensorRT-Model-Optimizer"""
+    nested = _mapping(raw.get("quantization") or {}, "quantization")
+    algorithm = raw.get("quant_algo") or nested.get("quant_algo")
+    is_per_channel = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
+    if algorithm != "FP8" and not is_per_channel:
+        raise _refused(f"ModelOpt's quant_algo {algorithm!r}")
+    ignored = raw.get("ignore") or raw.get("exclude_modules") or nested.get("exclude_modules")
+    scheme = Fp8Scheme(is_per_channel=is_per_channel, is_static=not is_per_channel)
+    return QuantizationConfig(method="modelopt", default=scheme, ignored=layer_names(ignored))
+
+
+def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
+    block = None if (sizes := raw.get("weight_block_size")) is None else _block(sizes)
+    scheme = raw.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _refused(f"FP8 with activation_scheme {scheme!r}")
+    ignored = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
+    if block is not None and scheme == "static":
+        raise _refused("FP8 with scales per block and static activations")
+    found: Scheme = Fp8Scheme(is_static=scheme == "static")
+    if block is not None:
+        found = BlockFp8Scheme(block=block, scale=".weight_scale_inv")
+    return QuantizationConfig(method="fp8", default=found, ignored=layer_names(ignored))
+
+
+def _mxfp4(_: Mapping[str, Any]) -> QuantizationConfig:
+    return QuantizationConfig(method="mxfp4", experts=Mxfp4ExpertsScheme())
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
+"""Readers of `quantization_config`, by its `quant_method`."""
+
+
+def _refused(scheme: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint or "
+        f"the unquantised one, {OTHER_ENGINES}"
+    )
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is not a JSON object")
+    return value

@@ -1,0 +1,223 @@
+"""Schemes: how a checkpoint stores the weight [out, in] of a linear layer. No torch.
+
+A scheme says which tensors a layer has, their shapes and dtypes, and how a tensor-parallel rank cuts each of them. What
+the numbers stand for, `layers.scheme_weights` knows; which layer has which scheme, `quantization_config`. Every scheme
+is in `SCHEMES`, from which the table in docs/supported-models.md is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar, Literal, NamedTuple
+
+from msgspec import Struct
+
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import Shard
+
+
+class Axis(NamedTuple):
+    """A dimension of a stored tensor that runs along the outputs or inputs of a weight."""
+
+    of: Literal["out", "in"]
+    features: int = 1
+    """Features that are stored together: those of a packed word, of a group with one scale."""
+    elements: int = 1
+    """Elements that store them."""
+    is_whole: bool = False
+    """Whether every rank takes all of it."""
+
+    def size(self, shape: tuple[int, int]) -> int:
+        """Return the tensor's size along this dimension, of a weight [out, in]."""
+        return -(-shape[self.of == "in"] // self.features) * self.elements
+
+
+class StoredTensor(NamedTuple):
+    """One of the tensors that make up a layer's weight."""
+
+    suffix: str
+    """Of its name, after the layer's."""
+    dtype: str | None
+    """As safetensors calls it; None: numbers of any floating point dtype, which keep their precision."""
+    axes: tuple[Axis | int, ...]
+    """Its dimensions; a number is the size of one that has nothing to do with the weight's."""
+    is_optional: bool = False
+    """Whether there are checkpoints without it."""
+    is_positive: bool = False
+    """Whether numbers that are 0 or less are an error."""
+
+    def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Return its shape, for a weight [out, in]."""
+        return tuple(axis if isinstance(axis, int) else axis.size(shape) for axis in self.axes)
+
+
+class Cut(NamedTuple):
+    """What a rank reads of a weight [out, in]: whole granules, and what it uses of them."""
+
+    out: tuple[range, ...] | None
+    """Features that are read, in whole granules; None: all."""
+    inputs: tuple[range, ...] | None
+    used_out: tuple[range, ...]
+    """Features that are used, counted among those that are read."""
+    used_in: tuple[range, ...]
+
+
+class Scheme(Struct, frozen=True):
+    """How the weight [out, in] of a linear layer is stored."""
+
+    title: ClassVar[str]
+    """What the format is called."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of tensors that a checkpoint may have besides, and that are not read."""
+    keeps_kept_layers: ClassVar[bool] = False
+    """Whether routers and output heads are unquantised though no list of exceptions names them."""
+    is_told_by_storage: ClassVar[bool] = False
+    """Whether a layer stored as NAME.weight in floating point is unquantised, whatever the config says."""
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors; the first has the numbers of the weight, and no unquantised layer has the second."""
+        return ()
+
+    @property
+    def about(self) -> str:
+        """What a log line or `argosy doctor` says."""
+        return self.title
+
+    @property
+    def elements_per_number(self) -> float:
+        """Elements of the first tensor for each number of the weight."""
+        share = 1.0
+        for axis in self.tensors[0].axes:
+            if not isinstance(axis, int):
+                share *= axis.elements / axis.features
+        return share
+
+    def shape_of(self, stored: tuple[int, ...]) -> tuple[int, int]:
+        """Return the shape [out, in] of a weight, given that of the first stored tensor."""
+        sizes = {"out": 0, "in": 0}
+        for axis, size in zip(self.tensors[0].axes, stored, strict=True):
+            if not isinstance(axis, int):
+                sizes[axis.of] = size * axis.features // axis.elements
+        return sizes["out"], sizes["in"]
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        """Check that a weight [out, in] can be stored so.
+
+        Raises:
+            ConfigError: its sizes are no multiples of what is stored together.
+        """
+
+    def cut(self, shape: tuple[int, int], shard: Shard | None) -> Cut:
+        """Return what a rank reads for its part of a weight [out, in], in whole granules.
+
+        Args:
+            shard: the part, of outputs (dimension 0) or inputs (1); None: the whole.
+        """
+        whole = tuple((range(size),) for size in shape)
+        if shard is None:
+            return Cut(None, None, *whole)
+        side: Literal["out", "in"] = "in" if shard.dim else "out"
+        granule, size = self._granule(side), shape[shard.dim]
+        read, used, start = [], [], 0
+        for each in shard.ranges:
+            first, last = each.start // granule * granule, min(-(-each.stop // granule) * granule, size)
+            read.append(range(first, last))
+            used.append(range(start + each.start - first, start + each.stop - first))
+            start += last - first
+        if shard.dim:
+            return Cut(None, tuple(read), whole[0], tuple(used))
+        return Cut(tuple(read), None, tuple(used), whole[1])
+
+    def _granule(self, side: Literal["out", "in"]) -> int:
+        """Return the number of features, of which a part of every tensor can be cut that is divided."""
+        axes: Iterable[Axis | int] = (axis for tensor in self.tensors for axis in tensor.axes)
+        found = [
+            axis.features
+            for axis in axes
+            if not isinstance(axis, int) and axis.of == side and not axis.is_whole
+        ]
+        return math.lcm(*found)
+
+
+def shard_of(tensor: StoredTensor, cut: Cut) -> Shard | None:
+    """Return the part of a stored tensor that goes with a part of the weight; None: the whole."""
+    for dim, axis in enumerate(tensor.axes):
+        if isinstance(axis, int) or axis.is_whole:
+            continue
+        ranges = cut.out if axis.of == "out" else cut.inputs
+        if ranges is not None:
+            ends = (range(each.start // axis.features, -(-each.stop // axis.features)) for each in ranges)
+            return Shard(
+                dim, tuple(range(each.start * axis.elements, each.stop * axis.elements) for each in ends)
+            )
+    return None
+
+
+class Fp8Scheme(Scheme, frozen=True):
+    """FP8 (e4m3) with a scale per tensor or per output channel."""
+
+    title: ClassVar[str] = "FP8"
+    is_per_channel: bool = False
+    is_static: bool = False
+    """Whether inputs have a scale in the checkpoint, rather than one per token and step."""
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        scale: tuple[Axis | int, ...] = (Axis("out"),) if self.is_per_channel else (1,)
+        found = [
+            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            StoredTensor(".weight_scale", None, scale, is_positive=True),
+        ]
+        if self.is_static:
+            found.append(StoredTensor(".input_scale", None, (1,), is_positive=True))
+        return tuple(found)
+
+    @property
+    def about(self) -> str:
+        return f"FP8 with a scale per {'channel' if self.is_per_channel else 'tensor'}"
+
+
+class BlockFp8Scheme(Scheme, frozen=True):
+    """FP8 (e4m3) with a scale per block of rows and columns (DeepSeek-V3, arXiv 2412.19437)."""
+
+    title: ClassVar[str] = "FP8 in blocks"
+    keeps_kept_layers: ClassVar[bool] = True
+    block: tuple[int, int]
+    scale: str = ".weight_scale"
+    """Suffix of the scales."""
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        rows, columns = self.block
+        return (
+            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            StoredTensor(self.scale, None, (Axis("out", rows), Axis("in", columns))),
+        )
+
+    @property
+    def about(self) -> str:
+        return f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+
+
+class Mxfp4ExpertsScheme(Scheme, frozen=True):
+    """gpt-oss' experts in MXFP4, all of a layer stacked: `take_mxfp4` of `layers.linear_method` reads them."""
+
+    title: ClassVar[str] = "MXFP4"
+
+
+SCHEMES: tuple[type[Scheme], ...] = (Fp8Scheme, BlockFp8Scheme, Mxfp4ExpertsScheme)
+"""Every scheme that is read."""
+
+
+def check_divides(layer: str, what: str, size: int, granule: int) -> None:
+    """
+    Raises:
+        ConfigError: a size is no multiple of a granule.
+    """
+    if granule < 1 or size % granule:
+        raise ConfigError(
+            f"{layer} has {size} {what}, which is not a multiple of {granule}, as its quantisation needs; correct "
+            "quantization_config, or quantise again"
+        )
