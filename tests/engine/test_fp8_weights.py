@@ -295,8 +295,8 @@ def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"quant_method": "aqlm", "bits": 2}, "quant_method 'aqlm'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"bits": 4}, "quant_method ''"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "scales per block of [128]"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "scales per block of [128, 0]"),

@@ -141,7 +141,7 @@ def test_unsupported_checkpoints_are_refused(random_checkpoint: Any, tmp_path: P
     config = json.loads((path / "config.json").read_text())
     for change, message in (
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not an architecture of argosy's own"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm' is not supported"),
         ({"hidden_act": "gelu"}, "only silu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
         ({"hidden_size": "big"}, "hidden_size"),

@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "SwinBackbone is not supported; there is: BambaForCausalLM, .*or serve it with vLLM behind",
     ),
     "no architecture": ({"architectures": None}, r"\(none\) is not supported"),
-    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*engine.type vllm"),
+    "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'.*engine.type vllm"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; there is: float32"),
     "rope kind": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),

@@ -145,8 +145,8 @@ def edit(path: Path, description: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported"),
-        ({"quant_method": "awq"}, "quant_method 'awq' is not supported"),
+        ({"quant_method": "hqq", "bits": 4}, "quant_method 'hqq' is not supported"),
+        ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported"),
         (None, "is F8_E4M3, and config.json has no quantization_config"),
         ({"quant_method": "mxfp4"}, "in MXFP4, whose layout is known of gpt-oss, not of ArceeForCausalLM"),
         (FORMATS["fp8-block"], "weight_scale_inv"),

@@ -247,8 +247,8 @@ def test_counts_have_a_bound(model_type: str, field: str, tmp_path: Path) -> Non
         (lambda raw: raw.update(auto_map={"AutoModel": "modeling.X"}), "that is never done"),
         (lambda raw: raw.update(model_type="unheard-of"), "no model_type 'unheard-of'"),
         (
-            lambda raw: raw.update(quantization_config={"quant_method": "awq", "bits": 4}),
-            "quant_method 'awq'",
+            lambda raw: raw.update(quantization_config={"quant_method": "aqlm", "bits": 2}),
+            "quant_method 'aqlm'",
         ),
         (lambda raw: raw["text_config"].update(num_hidden_layers=5), "layers.4."),
     ],

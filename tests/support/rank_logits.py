@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
-from argosy_engine.checkpoint.stored_tensors import with_stored_experts
+from argosy_engine.checkpoint.shards import checkpoint_elements
+from argosy_engine.checkpoint.stored_tensors import with_stored_experts, with_stored_layers
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelUse
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
@@ -47,7 +48,9 @@ def logits_of(
         communicator=communicator,
     )
     if not isinstance(config, TransformersConfig):  # whose names are not the checkpoint's
-        planned = config if load_format == "dummy" else with_stored_experts(path, config)
+        planned = config
+        if load_format != "dummy":
+            planned = with_stored_layers(with_stored_experts(path, config), checkpoint_elements(path))
         assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements
     model, count = loaded.model, len(TOKENS)
     bind_sequence(model, count, BLOCK_SIZE)

@@ -102,6 +102,19 @@ def with_stored_experts(path: Path, config: Config) -> Config:
     return msgspec.structs.replace(config, experts=msgspec.structs.replace(experts, names=names))
 
 
+def with_stored_layers(config: Config, names: Collection[str]) -> Config:
+    """Return the config of a quantised checkpoint, with the layers that it stores as they are, where the format tells
+    these so (`Scheme.is_told_by_storage`).
+
+    Args:
+        names: of all tensors.
+    """
+    if config.quantization is None:
+        return config
+    quantization = config.quantization.with_stored_layers(names)
+    return msgspec.structs.replace(config, quantization=quantization)
+
+
 def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None:
     """Check that the head, the embedding and every layer are among the names of a checkpoint's tensors. A load checks
     each tensor (`weights`).

@@ -321,6 +321,8 @@ class SafetensorsWeights(Weights):
             for name in slices
             if name not in plan.shapes and not any(re.fullmatch(pattern, name) for pattern in ignored)
         ]
+        # AutoGPTQ once wrote biases for layers that have none.
+        unexpected = [name for name in unexpected if not self._is_bias_of_zeros(name)]
         misshaped, quantised = [], []
         for name, shape in plan.shapes.items():
             if name not in slices:
@@ -344,6 +346,10 @@ class SafetensorsWeights(Weights):
             if SCORE in missing:
                 text += f"; {NO_SCORE}"
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
+
+    def _is_bias_of_zeros(self, name: str) -> bool:
+        is_packed = name.endswith(".bias") and name.removesuffix("bias") + "qweight" in self._files
+        return is_packed and not bool(self._read(name).any())
 
     def stored_bytes(self, plan: WeightPlan) -> int:
         """Return the bytes that what the plan takes takes up in the files. Call `check` on the plan first."""

@@ -7,17 +7,21 @@ engine's dtype, a few rows at a time. The product of number and scale is taken i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from argosy_engine.checkpoint.weights import DTYPES, Weights
+from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import (
+    AwqScheme,
     BlockFp8Scheme,
     Cut,
     Fp8Scheme,
+    GptqScheme,
     Scheme,
     StoredTensor,
     shard_of,
@@ -166,8 +170,104 @@ def _block_fp8(_: str, scheme: BlockFp8Scheme, tensors: Tensors, cut: Cut) -> Re
     return read
 
 
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word of AWQ the first output is, the second, and so on."""
+
+
+def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Return the numbers that are packed along a dimension, uint8. The first is in the lowest bits of a word.
+
+    Args:
+        words: int32. Numbers that cross their ends are in as many words as they fill.
+    """
+    if 32 % bits == 0:
+        shape = [1] * (words.ndim + 1)
+        shape[dim + 1] = -1
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(shape)
+        numbers = (words.unsqueeze(dim + 1) >> shifts).bitwise_and_((1 << bits) - 1)
+        return numbers.to(torch.uint8).flatten(dim, dim + 1)
+    count = bits // math.gcd(32, bits)
+    parts = [each.long() & 0xFFFFFFFF for each in words.unflatten(dim, (-1, count)).unbind(dim + 1)]
+    found = []
+    for start in range(0, 32 * count, bits):
+        number = parts[start // 32] >> start % 32
+        if start % 32 + bits > 32:
+            number = number | parts[start // 32 + 1] << 32 - start % 32
+        found.append((number & (1 << bits) - 1).to(torch.uint8))
+    return torch.stack(found, dim=dim + 1).flatten(dim, dim + 1)
+
+
+def _read_groups(scheme: GptqScheme, tensors: Tensors, cut: Cut, name: str) -> int | torch.Tensor:
+    """Return the groups of the inputs that are read."""
+    scales, device = tensors[".scales"], tensors[".scales"].device
+    if (index := tensors.get(".g_idx")) is not None:
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(scales):
+            raise ConfigError(
+                f"{name}.g_idx has groups that are not among the {len(scales)} that have scales; download the "
+                "checkpoint again, or quantise again"
+            )
+        return index.long()
+    size = scheme.group_size
+    if size is None:
+        return len(tensors[".qweight"]) * 32 // scheme.bits
+    if cut.inputs is None:
+        return size
+    return torch.cat([torch.arange(each.start, each.stop, device=device) // size for each in cut.inputs])
+
+
+def _gptq(name: str, scheme: GptqScheme, tensors: Tensors, cut: Cut) -> Reader:
+    qweight, bits = tensors[".qweight"], scheme.bits
+    groups = _read_groups(scheme, tensors, cut, name)
+    scales = tensors[".scales"].t()
+    zeros = _gptq_zeros(name, scheme, tensors[".qzeros"]).t().float()
+
+    def read(start: int, stop: int) -> Numbers:
+        values = unpack(qweight[:, start:stop], bits, 0).t().contiguous()
+        return Numbers(values, scales[start:stop], zeros[start:stop], groups)
+
+    return read
+
+
+def _gptq_zeros(name: str, scheme: GptqScheme, qzeros: torch.Tensor) -> torch.Tensor:
+    """Return zero points, uint8 [groups, out]."""
+    bits, middle = scheme.bits, 1 << (scheme.bits - 1)
+    if scheme.is_v2:
+        zeros = unpack(qzeros, bits, 1)
+    elif 32 % bits:
+        zeros = (unpack(qzeros, bits, 1) + 1) & ((1 << bits) - 1)
+    else:  # as GPTQModel subtracts and adds it: where a number overflows, it carries
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        zeros = unpack(qzeros + torch.tensor(ones, dtype=torch.int32, device=qzeros.device), bits, 1)
+    if scheme.is_symmetric and not bool((zeros == middle).all()):
+        raise ConfigError(
+            f"{name}.qzeros has other zero points than {middle}, and quantization_config says that it is symmetric; "
+            "correct sym or checkpoint_format there, or take another checkpoint"
+        )
+    return zeros
+
+
+def _awq(_: str, scheme: AwqScheme, tensors: Tensors, cut: Cut) -> Reader:
+    qweight, scales = tensors[".qweight"], tensors[".scales"].t()
+    zeros = _awq_numbers(tensors[".qzeros"]).t().float()
+    groups = scheme.group_size or len(qweight)
+
+    def read(start: int, stop: int) -> Numbers:
+        first = start // 8
+        values = _awq_numbers(qweight[:, first : -(-stop // 8)])[:, start - first * 8 : stop - first * 8]
+        return Numbers(values.t().contiguous(), scales[start:stop], zeros[start:stop], groups)
+
+    return read
+
+
+def _awq_numbers(words: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of words [rows, n] in order, uint8 [rows, 8 * n]."""
+    return unpack(words, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+
+
 _READERS: dict[type[Scheme], Callable[[str, Any, Tensors, Cut], Reader]] = {
     Fp8Scheme: _fp8,
     BlockFp8Scheme: _block_fp8,
+    GptqScheme: _gptq,
+    AwqScheme: _awq,
 }
 """What makes a reader of a layer's tensors; the name is for messages."""

@@ -10,10 +10,18 @@ from typing import Any
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.quantization_config import QuantizationConfig, layer_names
-from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme, Fp8Scheme, Mxfp4ExpertsScheme, Scheme
+from argosy_engine.model_configs.weight_schemes import (
+    AwqScheme,
+    BlockFp8Scheme,
+    Fp8Scheme,
+    GptqScheme,
+    Mxfp4ExpertsScheme,
+    Scheme,
+)
 
-_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, and experts in MXFP4"
+_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, GPTQ, AWQ, and experts in MXFP4"
 _MAX_BLOCK = 4096
+_MAX_GROUP = 1 << 16
 
 
 def parse_quantization(
@@ -36,7 +44,7 @@ def parse_quantization(
     raw = _mapping(raw, "quantization_config")
     method = str(raw.get("quant_method") or "")[:64]
     if (read := _METHODS.get("modelopt" if method.startswith("modelopt") else method)) is None:
-        raise _refused(f"quant_method {method!r}")
+        raise _refused(f"quant_method {method!r}", _NEAREST.get(method))
     return read(raw)
 
 
@@ -125,6 +133,70 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(method="fp8", default=found, ignored=layer_names(ignored))
 
 
+def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/ModelCloud/GPTQModel, and AutoGPTQ before it"""
+    form = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or raw.get("is_marlin_format"):
+        raise _refused(f"GPTQ in the format {'marlin' if raw.get('is_marlin_format') else form!r}")
+    if raw.get("pack_dtype") not in (None, "int32"):
+        raise _refused(f"GPTQ packed into {raw['pack_dtype']!r}")
+    meta = raw.get("meta")
+    is_gptqmodel = isinstance(meta, Mapping) and "gptqmodel" in str(meta.get("quantizer"))
+
+    def scheme(fields: Mapping[str, Any]) -> Scheme:
+        bits = _bits(fields, (2, 3, 4, 8))
+        is_v2, is_symmetric = form == "gptq_v2", bool(fields.get("sym", False))
+        if bits == 3 and not is_v2 and is_gptqmodel:
+            raise _refused("GPTQ of 3 bits with GPTQModel's zero points in the first format (take gptq_v2)")
+        return GptqScheme(
+            bits=bits,
+            group_size=_group_size(fields),
+            is_symmetric=is_symmetric,
+            is_ordered=bool(fields.get("desc_act", False)),
+            is_v2=is_v2,
+        )
+
+    rules: list[tuple[str, Scheme | None]] = []
+    for pattern, changes in _mapping(raw.get("dynamic") or {}, "dynamic").items():
+        name = "re:" + pattern.removeprefix("-:").removeprefix("+:")
+        is_left = pattern.startswith("-:")
+        rules.append((name, None if is_left else scheme({**raw, **_mapping(changes or {}, "dynamic")})))
+    layer_names([name for name, _ in rules])
+    return QuantizationConfig(
+        method="gptq",
+        default=scheme(raw),
+        rules=tuple(rules),
+        ignored=() if raw.get("lm_head") else ("lm_head",),
+    )
+
+
+def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/casper-hansen/AutoAWQ"""
+    if (version := str(raw.get("version") or "gemm").lower()) != "gemm":
+        raise _refused(f"AWQ packed for {version!r}")
+    return QuantizationConfig(
+        method="awq",
+        default=AwqScheme(bits=_bits(raw, (4,)), group_size=_group_size(raw)),
+        ignored=("lm_head", *layer_names(raw.get("modules_to_not_convert"))),
+    )
+
+
+def _bits(raw: Mapping[str, Any], known: tuple[int, ...]) -> int:
+    bits = raw.get("bits", raw.get("w_bit"))
+    if not isinstance(bits, int) or bits not in known:
+        choices = ", ".join(map(str, known))
+        raise _refused(f"{raw.get('quant_method')} of {str(bits)[:20]} bits (of {choices} it is)")
+    return bits
+
+
+def _group_size(raw: Mapping[str, Any]) -> int | None:
+    """Return the inputs that share a scale; None: all."""
+    size = raw.get("group_size", raw.get("q_group_size", -1))
+    if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or 1 <= size <= _MAX_GROUP):
+        raise _refused(f"groups of {str(size)[:20]} inputs")
+    return None if size == -1 else size
+
+
 def _mxfp4(_: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(method="mxfp4", experts=Mxfp4ExpertsScheme())
 
@@ -133,15 +205,28 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
     "mxfp4": _mxfp4,
 }
 """Readers of `quantization_config`, by its `quant_method`."""
 
 
-def _refused(scheme: str) -> ConfigError:
+_NEAREST: dict[str, str] = {
+    **dict.fromkeys(("fbgemm_fp8", "ptpc_fp8"), "FP8 per channel by compressed-tensors"),
+    **dict.fromkeys(("torchao", "quark", "quanto", "eetq"), "one by compressed-tensors, of as many bits"),
+    **dict.fromkeys(
+        ("aqlm", "hqq", "higgs", "quip", "spqr", "vptq", "fp_quant", "bitnet", "squeezellm"),
+        "GPTQ or AWQ, of as many bits",
+    ),
+}
+"""What comes nearest to a `quant_method` that is not read, and is."""
+
+
+def _refused(scheme: str, nearest: str | None = None) -> ConfigError:
     return ConfigError(
-        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use such a checkpoint or "
-        f"the unquantised one, {OTHER_ENGINES}"
+        f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use "
+        f"{nearest or 'such a checkpoint'} or the unquantised one, {OTHER_ENGINES}"
     )
 
 

@@ -201,13 +201,91 @@ class BlockFp8Scheme(Scheme, frozen=True):
         return f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
 
 
+class _PackedScheme(Scheme, frozen=True):
+    """Integers of few bits, packed into words of 32, with a scale and a zero point per group of inputs."""
+
+    is_told_by_storage: ClassVar[bool] = True
+    bits: int
+    group_size: int | None = None
+    """Inputs with one scale; None: all."""
+
+    @property
+    def granule(self) -> int:
+        """Numbers that fill whole words: of 3 bits, 32 fill three."""
+        return 32 // math.gcd(32, self.bits)
+
+    @property
+    def about(self) -> str:
+        groups = f"in groups of {self.group_size}" if self.group_size else "per channel"
+        return f"{self.title}, {self.bits} bits {groups}"
+
+    def _packed(self, of: Literal["out", "in"]) -> Axis:
+        return Axis(of, self.granule, self.granule * self.bits // 32)
+
+    def _groups(self, *, is_whole: bool) -> Axis | int:
+        return Axis("in", self.group_size, is_whole=is_whole) if self.group_size else 1
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        if self.group_size:
+            check_divides(layer, "inputs", shape[1], self.group_size)
+
+
+class GptqScheme(_PackedScheme, frozen=True):
+    """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel pack it.
+
+    The first format of zero points stores each less 1; GPTQModel takes words for numbers where it adds 1 again.
+    """
+
+    title: ClassVar[str] = "GPTQ"
+    is_symmetric: bool = False
+    """Whether all zero points are 2 ** (bits - 1)."""
+    is_ordered: bool = False
+    """Whether inputs were quantised by activation (`desc_act`), so that `g_idx` tells their groups."""
+    is_v2: bool = False
+    """Whether zero points are stored as they are (`checkpoint_format` gptq_v2)."""
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        groups = self._groups(is_whole=True)  # of a rank's inputs, g_idx may name any
+        return (
+            StoredTensor(".qweight", "I32", (self._packed("in"), Axis("out"))),
+            StoredTensor(".qzeros", "I32", (groups, self._packed("out"))),
+            StoredTensor(".scales", None, (groups, Axis("out"))),
+            StoredTensor(".g_idx", "I32", (Axis("in"),), is_optional=not self.is_ordered),
+        )
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        super().check(layer, shape)
+        check_divides(layer, "inputs", shape[1], self.granule)
+        check_divides(layer, "outputs", shape[0], self.granule)
+
+
+class AwqScheme(_PackedScheme, frozen=True):
+    """AWQ (arXiv 2306.00978) as AutoAWQ packs it for its GEMM kernels: eight outputs in a word, out of order."""
+
+    title: ClassVar[str] = "AWQ"
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        groups = self._groups(is_whole=False)
+        return (
+            StoredTensor(".qweight", "I32", (Axis("in"), self._packed("out"))),
+            StoredTensor(".qzeros", "I32", (groups, self._packed("out"))),
+            StoredTensor(".scales", None, (groups, Axis("out"))),
+        )
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        super().check(layer, shape)
+        check_divides(layer, "outputs", shape[0], self.granule)
+
+
 class Mxfp4ExpertsScheme(Scheme, frozen=True):
     """gpt-oss' experts in MXFP4, all of a layer stacked: `take_mxfp4` of `layers.linear_method` reads them."""
 
     title: ClassVar[str] = "MXFP4"
 
 
-SCHEMES: tuple[type[Scheme], ...] = (Fp8Scheme, BlockFp8Scheme, Mxfp4ExpertsScheme)
+SCHEMES: tuple[type[Scheme], ...] = (Fp8Scheme, BlockFp8Scheme, GptqScheme, AwqScheme, Mxfp4ExpertsScheme)
 """Every scheme that is read."""
 
 

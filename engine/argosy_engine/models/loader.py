@@ -18,7 +18,11 @@ from argosy_engine.attention.backend import AttentionBackend
 from argosy_engine.attention.selector import load_backend
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.shards import read_shards
-from argosy_engine.checkpoint.stored_tensors import check_further_layers, with_stored_experts
+from argosy_engine.checkpoint.stored_tensors import (
+    check_further_layers,
+    with_stored_experts,
+    with_stored_layers,
+)
 from argosy_engine.checkpoint.streamed_weights import CudaCopies, StreamedWeights
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights, WeightPlan, Weights
 from argosy_engine.distributed.parallel_state import Communicator
@@ -146,9 +150,18 @@ def load_model(
             communicator=communicator if sharding.size > 1 else None,
             on_read=on_read,
         )
+    model_class = registry.model_class(config.architecture)
+    reader: SafetensorsWeights | None = None
     if load_format != "dummy":
         config = with_stored_experts(path, config)
-    model_class = registry.model_class(config.architecture)
+        prefix, is_wrapped = model_class.checkpoint_prefix, config.wrapper is not None
+        if device.type == "cuda":
+            reader = StreamedWeights(
+                path, dtype, device, prefix=prefix, copies=CudaCopies(device), is_wrapped=is_wrapped
+            )
+        else:
+            reader = SafetensorsWeights(path, dtype, device, prefix=prefix, is_wrapped=is_wrapped)
+        config = with_stored_layers(config, reader.names)
     method = linear_method(
         config,
         quantization,
@@ -177,15 +190,8 @@ def load_model(
         plan = taken = plan_weights(config, dtype)
         if sharding != WHOLE or stage != WHOLE_MODEL:
             taken = plan_weights(config, dtype, sharding, stage)
-        if load_format == "dummy":
+        if reader is None:
             return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
-        prefix, is_wrapped = model_class.checkpoint_prefix, config.wrapper is not None
-        streamed: StreamedWeights | None = None
-        if device.type == "cuda":
-            streamed = StreamedWeights(
-                path, dtype, device, prefix=prefix, copies=CudaCopies(device), is_wrapped=is_wrapped
-            )
-        reader = streamed or SafetensorsWeights(path, dtype, device, prefix=prefix, is_wrapped=is_wrapped)
         reader.check(
             plan,
             [
@@ -198,7 +204,7 @@ def load_model(
         check_further_layers(path, config, reader.names)
         with (
             LoadProgress(reader.stored_bytes(taken), on_read) as progress,
-            streamed.reading(taken) if streamed is not None else nullcontext(),
+            reader.reading(taken) if isinstance(reader, StreamedWeights) else nullcontext(),
         ):
             reader.on_read = progress.advance
             model = build(reader)

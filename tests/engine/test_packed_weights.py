@@ -1,0 +1,177 @@
+"""Weights in few bits: every format that is read, against a checkpoint of the numbers that it stands for, in this
+engine and in transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError
+from argosy_engine.model_configs.sharding import Sharding
+from argosy_engine.model_configs.transformers_config import TransformersConfig
+from argosy_engine.models.config_file import load_model_config
+from packed_checkpoints import FORMATS, pack_checkpoint
+from rank_logits import TOKENS, logits_of
+from thread_ranks import run_threads
+from transformers_checkpoints import write_checkpoint
+from transformers_sweep import EXACT, served
+
+MODELS = {"llama": {}, "qwen3_moe": {"moe_intermediate_size": 64}, "arcee": {}}
+"""The last runs on transformers' modelling code."""
+
+
+def write(path: Path, form: str, model_type: str = "llama") -> torch.nn.Module:
+    """Write a quantised checkpoint; return transformers' model of what its numbers stand for."""
+    write_checkpoint(model_type, path, **MODELS[model_type])
+    pack_checkpoint(path, form)
+    model = AutoModelForCausalLM.from_pretrained(
+        path / "widened", dtype=torch.float32, attn_implementation="eager"
+    )
+    reference: torch.nn.Module = model.eval()
+    return reference
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_path: Path) -> None:
+    reference = write(tmp_path, form, model_type)
+    assert isinstance(load_model_config(tmp_path), TransformersConfig) == (model_type == "arcee")
+    with torch.inference_mode():
+        exact = logits_of(tmp_path / "widened")
+        assert torch.equal(logits_of(tmp_path), exact)
+        theirs = reference(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(exact.log_softmax(-1), theirs.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("form", "model_type"),
+    [("gptq-4-order", "llama"), ("gptq-dynamic", "arcee"), ("awq", "qwen3_moe")],
+)
+def test_greedy_tokens_are_those_of_transformers(form: str, model_type: str, tmp_path: Path) -> None:
+    reference = write(tmp_path, form, model_type)
+    assert served(reference, tmp_path)[:2] == ("served", "")
+
+
+Tensors = dict[str, torch.Tensor]
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def refusal(path: Path, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        InprocClient(EngineArgs.of(model=str(path), **EXACT, **flags))
+    return str(caught.value)
+
+
+def change_tensors(path: Path, change: Callable[[Tensors], object]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def put(suffix: str, place: tuple[int, ...], value: float) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[LAYER + suffix].__setitem__(place, value)
+
+
+def less(suffix: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({LAYER + suffix: tensors[LAYER + suffix][..., :-1]})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "arcee"])
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("gptq-4", put(".scales", (0, 3), float("nan")), f"{LAYER}.scales of .* not finite"),
+        ("gptq-4", put(".qzeros", (1, 0), 0), f"{LAYER}.qzeros has other zero points than 8"),
+        ("gptq-4-order", put(".g_idx", (5,), 4), f"{LAYER}.g_idx has groups .* among the 4"),
+        ("gptq-4-order", put(".g_idx", (5,), -1), f"{LAYER}.g_idx has groups .* among the 4"),
+        ("gptq-4-order", lambda tensors: tensors.pop(f"{LAYER}.g_idx"), rf"{LAYER}\.g_idx"),
+        ("gptq-4", lambda tensors: tensors.pop(f"{LAYER}.qzeros"), rf"{LAYER}\.q\w+"),
+        ("gptq-4", less(".qweight"), rf"{LAYER}\W"),
+        ("gptq-4", less(".qzeros"), rf"{LAYER}\.qzeros is"),
+        ("gptq-4", less(".scales"), rf"{LAYER}\.scales"),
+        ("awq", put(".scales", (0, 3), float("inf")), f"{LAYER}.scales of .* not finite"),
+        ("awq", less(".qzeros"), rf"{LAYER}\.qzeros is"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    form: str, change: Callable[[Tensors], object], message: str, model_type: str, tmp_path: Path
+) -> None:
+    write(tmp_path, form, model_type)
+    change_tensors(tmp_path, change)
+    assert re.search(message, refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "message"),
+    [
+        ("gptq-4", {"bits": 5}, "gptq of 5 bits"),
+        ("gptq-4", {"bits": None}, "gptq of None bits"),
+        ("gptq-4", {"group_size": 0}, "groups of 0 inputs"),
+        ("gptq-4", {"group_size": "x"}, "groups of x inputs"),
+        ("gptq-4", {"group_size": 24}, "64 inputs, which is not a multiple of 24"),
+        ("gptq-4", {"group_size": 64}, "is not a multiple of 64"),
+        ("gptq-4", {"bits": 8}, "of another shape"),
+        ("gptq-4", {"checkpoint_format": "marlin"}, "the format 'marlin'"),
+        ("gptq-4", {"is_marlin_format": True}, "the format 'marlin'"),
+        ("gptq-4", {"checkpoint_format": "gptq_v2"}, "other zero points than 8"),
+        ("gptq-4", {"pack_dtype": "int16"}, "packed into 'int16'"),
+        ("gptq-4", {"dynamic": {"+:(a+)+": {"bits": 8}}}, "too complex"),
+        ("gptq-4", {"dynamic": {"+:.*up_proj": {"bits": 7}}}, "gptq of 7 bits"),
+        ("gptq-4", {"dynamic": {"-:.*up_proj": {}}}, r"missing: model.*up_proj\.weight"),
+        ("gptq-3", {"meta": {"quantizer": ["gptqmodel:2.0"]}}, "take gptq_v2"),
+        ("awq", {"version": "gemv"}, "packed for 'gemv'"),
+        ("awq", {"bits": 8}, "awq of 8 bits"),
+        ("awq", {"group_size": 20}, "not a multiple of 20"),
+    ],
+)
+def test_descriptions_that_do_not_fit_are_refused(
+    form: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_checkpoint("llama", tmp_path)
+    pack_checkpoint(tmp_path, form)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["quantization_config"] |= fields
+    file.write_text(json.dumps(raw))
+    assert re.search(message, refusal(tmp_path))
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_no_fault(tmp_path: Path) -> None:
+    """AutoGPTQ once wrote them for every layer."""
+    write_checkpoint("llama", tmp_path)
+    pack_checkpoint(tmp_path, "gptq-4")
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(96)}))
+    assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.ones(96)}))
+    assert f"unexpected: {LAYER}.bias" in refusal(tmp_path)
+
+
+def test_zero_points_of_0_survive_the_first_format(tmp_path: Path) -> None:
+    """GPTQModel subtracts 1 from each of a word by one subtraction, which borrows from the next."""
+    write_checkpoint("llama", tmp_path)
+    pack_checkpoint(tmp_path, "gptq-4-v2")
+    ones = torch.tensor(0x11111111, dtype=torch.int32)
+    change_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {name: each - ones for name, each in tensors.items() if name.endswith("qzeros")}
+        ),
+    )
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["quantization_config"]["checkpoint_format"] = "gptq"
+    file.write_text(json.dumps(raw))
+    assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))

@@ -1,0 +1,194 @@
+"""Checkpoints with weights in few bits, made from others as the tools that publish them write them.
+
+Everything is written from the formats' descriptions, with numpy's bit functions, and shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+
+class Packed(NamedTuple):
+    """A weight [out, in] as it is stored, and what that stands for."""
+
+    tensors: dict[str, torch.Tensor]
+    """By the suffix after the layer's name."""
+    widened: torch.Tensor
+
+
+class Format(NamedTuple):
+    config: dict[str, Any]
+    """`quantization_config`."""
+    pack: Callable[[str, torch.Tensor], Packed | None]
+    """Packs a layer's weight, given its name; None: it is left as it is."""
+    file: dict[str, Any] | None = None
+    """hf_quant_config.json, in place of `quantization_config`."""
+
+
+def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack numbers along the last dimension, the first into the lowest bits, into int32."""
+    array = numbers.numpy().astype(np.uint8)
+    lanes = np.unpackbits(array[..., None], axis=-1, bitorder="little")[..., :bits]
+    packed = np.packbits(lanes.reshape(*array.shape[:-1], -1), axis=-1, bitorder="little")
+    return torch.from_numpy(packed.view("<i4").copy())
+
+
+def integers(
+    weight: torch.Tensor, bits: int, groups: torch.Tensor, *, is_symmetric: bool, least_zero: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round a weight [out, in] to integers from 0: return these, float16 scales and zero points, both [out, groups].
+
+    Args:
+        groups: of each input.
+    """
+    top, count = (1 << bits) - 1, int(groups.max()) + 1
+    scales, zeros = torch.empty(len(weight), count), torch.empty(len(weight), count)
+    for group in range(count):
+        part = weight[:, groups == group]
+        if is_symmetric:
+            scales[:, group] = part.abs().amax(dim=1) * 2 / top
+            zeros[:, group] = 1 << (bits - 1)
+        else:
+            low, high = part.amin(dim=1).clamp(max=0), part.amax(dim=1).clamp(min=0)
+            scales[:, group] = (high - low) / top
+            zeros[:, group] = (-low / scales[:, group]).round().clamp(least_zero, top)
+    scales = scales.half()
+    numbers = (weight / scales.float()[:, groups]).round() + zeros[:, groups]
+    return numbers.clamp(0, top), scales, zeros
+
+
+def stands_for(
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
+) -> torch.Tensor:
+    return (numbers - zeros[:, groups]) * scales.float()[:, groups]
+
+
+def gptq(
+    bits: int,
+    group_size: int = -1,
+    *,
+    is_symmetric: bool = True,
+    is_ordered: bool = False,
+    is_v2: bool = False,
+    has_index: bool = True,
+) -> Callable[[str, torch.Tensor], Packed | None]:
+    def pack(_: str, weight: torch.Tensor) -> Packed | None:
+        if bits == 3 and len(weight) % 32:
+            return None
+        size = weight.shape[1]
+        groups = torch.arange(size) // (size if group_size == -1 else group_size)
+        if is_ordered:
+            groups = groups[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
+        numbers, scales, zeros = integers(
+            weight, bits, groups, is_symmetric=is_symmetric, least_zero=0 if is_v2 else 1
+        )
+        tensors = {
+            ".qweight": words(numbers, bits).t(),
+            ".qzeros": words(zeros.t() - (0 if is_v2 else 1), bits),
+            ".scales": scales.t(),
+        }
+        if has_index:
+            tensors[".g_idx"] = groups.int()
+        return Packed(tensors, stands_for(numbers, scales, zeros, groups))
+
+    return pack
+
+
+def gptq_config(bits: int, group_size: int = -1, **fields: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": True,
+        "desc_act": False,
+        **fields,
+    }
+
+
+def _mixed_gptq(name: str, weight: torch.Tensor) -> Packed | None:
+    """4 bits, of keys 8, and values as they are: parts of one product that differ."""
+    if name.endswith("v_proj"):
+        return None
+    return gptq(8, 16)(name, weight) if name.endswith("k_proj") else gptq(4, 32)(name, weight)
+
+
+_DYNAMIC = {"-:.*v_proj": {}, "+:.*k_proj": {"bits": 8, "group_size": 16}}
+
+
+def awq(group_size: int = -1) -> Callable[[str, torch.Tensor], Packed]:
+    def in_words(numbers: torch.Tensor) -> torch.Tensor:
+        """Pack outputs, the last dimension, each eight of them in the order of the GEMM kernel."""
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        return words(numbers.view(len(numbers), -1, 8)[..., order].reshape(numbers.shape), 4)
+
+    def pack(_: str, weight: torch.Tensor) -> Packed:
+        size = weight.shape[1]
+        groups = torch.arange(size) // (size if group_size == -1 else group_size)
+        numbers, scales, zeros = integers(weight, 4, groups, is_symmetric=False)
+        tensors = {
+            ".qweight": in_words(numbers.t().contiguous()),
+            ".qzeros": in_words(zeros.t().contiguous()),
+            ".scales": scales.t(),
+        }
+        return Packed(tensors, stands_for(numbers, scales, zeros, groups))
+
+    return pack
+
+
+def awq_config(group_size: int) -> dict[str, Any]:
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True,
+        "modules_to_not_convert": None,
+    }  # fmt: skip
+
+
+FORMATS: dict[str, Format] = {
+    "gptq-2": Format(gptq_config(2, 16), gptq(2, 16)),
+    "gptq-3": Format(gptq_config(3, 32), gptq(3, 32)),
+    "gptq-3-asym": Format(gptq_config(3, sym=False), gptq(3, is_symmetric=False)),
+    "gptq-4": Format(gptq_config(4, 32), gptq(4, 32)),
+    "gptq-4-order": Format(
+        gptq_config(4, 16, desc_act=True, sym=False), gptq(4, 16, is_ordered=True, is_symmetric=False)
+    ),
+    "gptq-4-v2": Format(
+        gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        gptq(4, 32, is_symmetric=False, is_v2=True, has_index=False),
+    ),
+    "gptq-8": Format(gptq_config(8), gptq(8, has_index=False)),
+    "gptq-dynamic": Format(gptq_config(4, 32, dynamic=_DYNAMIC), _mixed_gptq),
+    "awq": Format(awq_config(32), awq(32)),
+    "awq-channel": Format(awq_config(-1), awq()),
+}
+
+
+def pack_checkpoint(path: Path, form: str | Format) -> None:
+    """Quantise the projections of a checkpoint of one file in place.
+
+    config.json gets the description, and a checkpoint beside it in `widened/` holds what the numbers stand for.
+    """
+    form = FORMATS[form] if isinstance(form, str) else form
+    stored = load_file(path / "model.safetensors")
+    widened = dict(stored)
+    for name in [each for each in stored if each.endswith("_proj.weight")]:
+        layer = name.removesuffix(".weight")
+        if (packed := form.pack(layer, stored[name])) is None:
+            continue
+        del stored[name]
+        stored |= {layer + suffix: tensor.contiguous() for suffix, tensor in packed.tensors.items()}
+        widened[name] = packed.widened
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "widened").mkdir()
+    (path / "widened" / "config.json").write_text(json.dumps(config))
+    save_file(widened, path / "widened" / "model.safetensors", metadata={"format": "pt"})
+    if form.file is not None:
+        (path / "hf_quant_config.json").write_text(json.dumps(form.file))
+    else:
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
