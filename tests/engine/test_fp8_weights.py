@@ -304,7 +304,7 @@ def test_a_rank_stacks_its_features_of_the_experts(is_per_channel: bool) -> None
             {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
             "per block and static activations",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ'"),
         ({**COMPRESSED, "format": "pack-quantized"}, "format 'pack-quantized'"),
         (changed(weights={"num_bits": 4, "type": "int"}), "weights of 4 bits 'int'"),
         (changed(weights={"strategy": "block"}), "scales per block of None"),

@@ -3,6 +3,7 @@ engine and in transformers, and what is refused."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -57,7 +58,14 @@ def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_p
 
 @pytest.mark.parametrize(
     ("form", "model_type"),
-    [("gptq-4-order", "llama"), ("gptq-dynamic", "arcee"), ("awq", "qwen3_moe")],
+    [
+        ("gptq-4-order", "llama"),
+        ("gptq-dynamic", "arcee"),
+        ("awq", "qwen3_moe"),
+        ("pack-4-order", "arcee"),
+        ("mixed", "qwen3_moe"),
+        ("nvfp4-pack", "llama"),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(form: str, model_type: str, tmp_path: Path) -> None:
     reference = write(tmp_path, form, model_type)
@@ -104,6 +112,14 @@ def less(suffix: str) -> Callable[[Tensors], object]:
         ("gptq-4", less(".scales"), rf"{LAYER}\.scales"),
         ("awq", put(".scales", (0, 3), float("inf")), f"{LAYER}.scales of .* not finite"),
         ("awq", less(".qzeros"), rf"{LAYER}\.qzeros is"),
+        ("pack-4", put(".weight_scale", (0, 0), float("nan")), f"{LAYER}.weight_scale of .* not finite"),
+        ("pack-4", less(".weight_packed"), rf"{LAYER}\W"),
+        ("pack-4-asym", less(".weight_zero_point"), rf"{LAYER}\.weight_zero_point is"),
+        ("pack-4-order", put(".weight_g_idx", (0,), 77), f"{LAYER}.weight_g_idx has groups .* among the 4"),
+        ("int-8", put(".weight_scale", (3, 0), float("nan")), f"{LAYER}.weight_scale of .* not finite"),
+        ("int-8-asym-static", lambda tensors: tensors.pop(f"{LAYER}.weight_zero_point"), LAYER),
+        ("nvfp4-pack", put(".weight_scale", (0, 0), float("nan")), f"{LAYER}.weight_scale has .* not finite"),
+        ("nvfp4-pack", put(".weight_global_scale", (0,), 0.0), f"{LAYER}.weight_global_scale of .* greater"),
     ],
 )
 def test_what_contradicts_itself_is_refused(
@@ -112,6 +128,14 @@ def test_what_contradicts_itself_is_refused(
     write(tmp_path, form, model_type)
     change_tensors(tmp_path, change)
     assert re.search(message, refusal(tmp_path))
+
+
+def group(targets: list[str] = ["Linear"], **weights: Any) -> dict[str, Any]:  # noqa: B006 (never changed)
+    """The one group of a checkpoint of compressed-tensors' that is changed."""
+    own: dict[str, Any] = copy.deepcopy(FORMATS["pack-4"].config["config_groups"]["group_0"])
+    own["targets"] = targets
+    own["weights"] |= weights.get("weights", {})
+    return {"config_groups": {"group_0": own}}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +156,16 @@ def test_what_contradicts_itself_is_refused(
         ("gptq-4", {"dynamic": {"+:.*up_proj": {"bits": 7}}}, "gptq of 7 bits"),
         ("gptq-4", {"dynamic": {"-:.*up_proj": {}}}, r"missing: model.*up_proj\.weight"),
         ("gptq-3", {"meta": {"quantizer": ["gptqmodel:2.0"]}}, "take gptq_v2"),
+        ("pack-4", {"format": "int-quantized"}, r"missing: model.*up_proj\.weight"),
+        ("int-8", {"format": "pack-quantized"}, r"missing: .*weight_packed"),
+        ("int-8", {"format": None}, "8 bits 'int' in the format None"),
+        ("int-8", {"format": "marlin-24"}, "in the format 'marlin-24'"),
+        ("pack-4", group(weights={"num_bits": 3}), "of 3 bits 'int'"),
+        ("pack-4", group(weights={"strategy": "token"}), "per 'token'"),
+        ("pack-4", group(weights={"group_size": 40}), "not a multiple of 40"),
+        ("pack-4", group(targets=["LlamaAttention"]), "the target 'LlamaAttention'"),
+        ("pack-4", group(targets=["re:(a|b)+"]), "too complex"),
+        ("mixed", {"format": "int-quantized", "config_groups": {}}, "without targets"),
         ("awq", {"version": "gemv"}, "packed for 'gemv'"),
         ("awq", {"bits": 8}, "awq of 8 bits"),
         ("awq", {"group_size": 20}, "not a multiple of 20"),

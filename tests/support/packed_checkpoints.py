@@ -149,6 +149,129 @@ def awq_config(group_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
+    plain = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": plain | weights, **group}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+    }
+
+
+def packed_ints(
+    bits: int,
+    group_size: int = -1,
+    *,
+    is_symmetric: bool = True,
+    is_ordered: bool = False,
+    per_tensor: bool = False,
+) -> Callable[[str, torch.Tensor], Packed]:
+    def pack(_: str, weight: torch.Tensor) -> Packed:
+        size = weight.shape[1]
+        groups = torch.arange(size) // (size if group_size == -1 else group_size)
+        if is_ordered:
+            groups = groups[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
+        numbers, scales, zeros = integers(weight, bits, groups, is_symmetric=is_symmetric)
+        if per_tensor:
+            scales = scales.max().view(1, 1).expand(scales.shape)
+            numbers = ((weight / scales.float()).round() + zeros).clamp(0, (1 << bits) - 1)
+        tensors = {
+            ".weight_packed": words(numbers, bits),
+            ".weight_scale": scales[:1, 0] if per_tensor else scales,
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+        if not is_symmetric:
+            tensors[".weight_zero_point"] = words(zeros.t(), bits).t()
+        if is_ordered:
+            tensors[".weight_g_idx"] = groups.int()
+        return Packed(tensors, stands_for(numbers, scales, zeros, groups))
+
+    return pack
+
+
+def bytes_of_ints(
+    group_size: int = -1, *, is_symmetric: bool = True, is_static: bool = False
+) -> Callable[[str, torch.Tensor], Packed]:
+    def pack(_: str, weight: torch.Tensor) -> Packed:
+        size = weight.shape[1]
+        groups = torch.arange(size) // (size if group_size == -1 else group_size)
+        numbers, scales, zeros = integers(weight, 8, groups, is_symmetric=is_symmetric)
+        tensors = {".weight": (numbers - 128).to(torch.int8), ".weight_scale": scales}
+        if not is_symmetric:
+            tensors[".weight_zero_point"] = (zeros - 128).to(torch.int8)
+        if is_static:
+            tensors |= {".input_scale": torch.tensor([0.02]), ".input_zero_point": torch.tensor([3]).char()}
+        return Packed(tensors, stands_for(numbers, scales, zeros, groups))
+
+    return pack
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def nvfp4(*, is_compressed: bool) -> Callable[[str, torch.Tensor], Packed]:
+    """Two levels of scales, of which compressed-tensors stores the inverse of the second."""
+
+    def pack(_: str, weight: torch.Tensor) -> Packed:
+        of_tensor = 448 * 6 / weight.abs().max()
+        blocks = weight.view(len(weight), -1, 16)
+        scales = (blocks.abs().amax(dim=2) / 6 * of_tensor).to(torch.float8_e4m3fn)
+        whole = scales.float() / of_tensor if is_compressed else scales.float() * (1 / of_tensor)
+        places = ((blocks / whole.unsqueeze(2)).unsqueeze(3) - torch.tensor(E2M1)).abs().argmin(dim=3)
+        codes = places.flatten(1).to(torch.uint8)
+        packed = codes[:, 0::2] | codes[:, 1::2] << 4
+        if is_compressed:
+            tensors = {".weight_packed": packed, ".weight_global_scale": of_tensor.view(1)}
+        else:
+            tensors = {
+                ".weight": packed,
+                ".weight_scale_2": 1 / of_tensor,
+                ".input_scale": torch.tensor(0.01),
+            }
+        widened = torch.tensor(E2M1)[places] * whole.unsqueeze(2)
+        return Packed({**tensors, ".weight_scale": scales}, widened.flatten(1))
+
+    return pack
+
+
+def mxfp8(_: str, weight: torch.Tensor) -> Packed:
+    blocks = weight.view(len(weight), -1, 32)
+    exponents = (blocks.abs().amax(dim=2) / 448).log2().ceil()
+    scales = exponents.exp2().unsqueeze(2)
+    values = (blocks / scales).to(torch.float8_e4m3fn)
+    tensors = {".weight": values.flatten(1), ".weight_scale": (exponents + 127).to(torch.uint8)}
+    return Packed(tensors, (values.float() * scales).flatten(1))
+
+
+def fp8(_: str, weight: torch.Tensor) -> Packed:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return Packed({".weight": values, ".weight_scale": scale}, values.float() * scale)
+
+
+def _mixed_compressed(name: str, weight: torch.Tensor) -> Packed | None:
+    if name.endswith("v_proj"):
+        return None
+    if name.endswith(("k_proj", "up_proj")):
+        return bytes_of_ints()(name, weight)
+    return packed_ints(4, 16)(name, weight)
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_MIXED = compressed("mixed-precision", {"group_size": 16, "strategy": "group"}, format="pack-quantized")
+_MIXED["config_groups"]["group_1"] = {
+    "targets": ["re:.*k_proj$", "re:.*up_proj$"],
+    "format": "int-quantized",
+    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "input_activations": _INT8,
+}
+_MIXED["ignore"].append("re:.*v_proj")
+_FP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+_STATIC = _INT8 | {"strategy": "tensor", "dynamic": False, "symmetric": False}
+
 FORMATS: dict[str, Format] = {
     "gptq-2": Format(gptq_config(2, 16), gptq(2, 16)),
     "gptq-3": Format(gptq_config(3, 32), gptq(3, 32)),
@@ -165,6 +288,32 @@ FORMATS: dict[str, Format] = {
     "gptq-dynamic": Format(gptq_config(4, 32, dynamic=_DYNAMIC), _mixed_gptq),
     "awq": Format(awq_config(32), awq(32)),
     "awq-channel": Format(awq_config(-1), awq()),
+    "pack-4": Format(
+        compressed("pack-quantized", {"strategy": "group", "group_size": 32}), packed_ints(4, 32)
+    ),
+    "pack-4-asym": Format(
+        compressed("pack-quantized", {"strategy": "group", "group_size": 16, "symmetric": False}),
+        packed_ints(4, 16, is_symmetric=False),
+    ),
+    "pack-4-order": Format(
+        compressed("pack-quantized", {"strategy": "group", "group_size": 16, "actorder": "group"}),
+        packed_ints(4, 16, is_ordered=True),
+    ),
+    "pack-8": Format(compressed("pack-quantized", {"num_bits": 8}), packed_ints(8)),
+    "pack-8-tensor": Format(
+        compressed("pack-quantized", {"num_bits": 8, "strategy": "tensor"}), packed_ints(8, per_tensor=True)
+    ),
+    "int-8": Format(compressed("int-quantized", {"num_bits": 8}, input_activations=_INT8), bytes_of_ints()),
+    "int-8-asym-static": Format(
+        compressed("int-quantized", {"num_bits": 8, "symmetric": False}, input_activations=_STATIC),
+        bytes_of_ints(is_symmetric=False, is_static=True),
+    ),
+    "int-8-groups": Format(
+        compressed("int-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}), bytes_of_ints(32)
+    ),
+    "mixed": Format(_MIXED, _mixed_compressed),
+    "fp8-weights": Format(compressed("float-quantized", {"num_bits": 8, "type": "float"}), fp8),
+    "nvfp4-pack": Format(compressed("nvfp4-pack-quantized", _FP4), nvfp4(is_compressed=True)),
 }
 
 

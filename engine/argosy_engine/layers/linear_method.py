@@ -33,17 +33,18 @@ from argosy_engine.layers.linear import (
     ordered,
 )
 from argosy_engine.layers.norms import GatedActivation
-from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, take_weight
+from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_numbers, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
     QuantizationConfig,
     check_online_quantization,
     check_quantization,
+    is_multiplied,
     no_fp8_product,
 )
 from argosy_engine.model_configs.sharding import Shard
-from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme
+from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -212,12 +213,6 @@ MAX_FP8 = 448.0
 _ALIGNMENT = 16
 """`torch._scaled_mm` takes sizes that are multiples of this."""
 
-
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of e2m1, those with a sign after them."""
-
-_MX_BLOCK = 32
-"""Numbers that share a scale, 2 ** (scale - 127)."""
 
 QuantizeRows = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 """See `triton_kernels.activations.quantize_fp8`."""
@@ -496,7 +491,7 @@ class Fp8Product(Product):
     def linear(
         self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
     ) -> Linear | None:
-        if not all(isinstance(part.scheme, Fp8Scheme) and is_aligned(part.shape) for part in parts):
+        if not all(is_multiplied(part.scheme) and is_aligned(part.shape) for part in parts):
             return None
         tensors = {part.name: part.tensors for part in parts}
         weight = ordered(spec, fuse(spec, lambda name: tensors[name][".weight"]))
@@ -514,7 +509,7 @@ class Fp8Product(Product):
     def experts(
         self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
     ) -> StackedExperts | None:
-        if not all(isinstance(scheme, Fp8Scheme) for scheme in schemes):
+        if not all(map(is_multiplied, schemes)):
             return None
         stacked = StackedExperts.empty(spec, FP8, weights.device)
         for place, index in enumerate(spec.held_experts):
@@ -580,23 +575,23 @@ def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: 
     """Take this process's part of [experts, rows, columns], of which pairs of columns are in a byte, the first in
     its lower half. A part of the columns is cut out of the whole blocks that it is in."""
     count, num_rows, columns = shape
-    if columns % _MX_BLOCK:
-        raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {_MX_BLOCK}")
+    if columns % MX_GROUP:
+        raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {MX_GROUP}")
     cut: range | None = None
     if shard is not None and shard.dim == 2:
         (cut,) = shard.ranges
-        first, last = cut.start // _MX_BLOCK, -(-cut.stop // _MX_BLOCK)
+        first, last = cut.start // MX_GROUP, -(-cut.stop // MX_GROUP)
         shard, cut = Shard(2, (range(first, last),)), range(cut.start - first * 32, cut.stop - first * 32)
-    blocks = columns // _MX_BLOCK
+    blocks = columns // MX_GROUP
     packed = weights.take(
-        name + "_blocks", count, num_rows, blocks, _MX_BLOCK // 2, dtype=torch.uint8, shard=shard
+        name + "_blocks", count, num_rows, blocks, MX_GROUP // 2, dtype=torch.uint8, shard=shard
     )
     scales = weights.take(name + "_scales", count, num_rows, blocks, dtype=torch.uint8, shard=shard)
-    width = packed.shape[2] * _MX_BLOCK
+    width = packed.shape[2] * MX_GROUP
     if packed.is_meta:
         widths = width if cut is None else len(cut)
         return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
-    numbers = torch.tensor((*_FP4, *(-each for each in _FP4)), device=packed.device)
+    numbers = fp4_numbers(packed.device)
 
     def widen(part: torch.Tensor, at: int) -> torch.Tensor:
         halves = torch.stack((part & 15, part >> 4), dim=-1).int()

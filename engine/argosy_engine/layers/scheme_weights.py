@@ -17,11 +17,16 @@ from argosy_engine.checkpoint.weights import DTYPES, Weights
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import (
+    MX_GROUP,
     AwqScheme,
     BlockFp8Scheme,
     Cut,
     Fp8Scheme,
     GptqScheme,
+    IntScheme,
+    Mxfp8Scheme,
+    Nvfp4Scheme,
+    PackedIntScheme,
     Scheme,
     StoredTensor,
     shard_of,
@@ -201,12 +206,7 @@ def _read_groups(scheme: GptqScheme, tensors: Tensors, cut: Cut, name: str) -> i
     """Return the groups of the inputs that are read."""
     scales, device = tensors[".scales"], tensors[".scales"].device
     if (index := tensors.get(".g_idx")) is not None:
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(scales):
-            raise ConfigError(
-                f"{name}.g_idx has groups that are not among the {len(scales)} that have scales; download the "
-                "checkpoint again, or quantise again"
-            )
-        return index.long()
+        return _order(name + ".g_idx", index, len(scales))
     size = scheme.group_size
     if size is None:
         return len(tensors[".qweight"]) * 32 // scheme.bits
@@ -264,10 +264,94 @@ def _awq_numbers(words: torch.Tensor) -> torch.Tensor:
     return unpack(words, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
 
 
+def _order(name: str, index: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return the groups of inputs, int64.
+
+    Raises:
+        ConfigError: some are no groups.
+    """
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+        raise ConfigError(
+            f"{name} has groups that are not among the {num_groups} that have scales; download the checkpoint "
+            "again, or quantise again"
+        )
+    return index.long()
+
+
+def _packed_int(name: str, scheme: PackedIntScheme, tensors: Tensors, cut: Cut) -> Reader:
+    packed, bits = tensors[".weight_packed"], scheme.bits
+    scales, middle = tensors[".weight_scale"], 1 << (bits - 1)
+    if scheme.is_per_tensor:
+        scales = scales.expand(len(packed)).unsqueeze(1)
+    zeros: torch.Tensor | None = None
+    if not scheme.is_symmetric:
+        zeros = unpack(tensors[".weight_zero_point"], bits, 0).float() - middle
+    groups: int | torch.Tensor = scheme.group_size or packed.shape[1] * scheme.granule
+    if scheme.is_ordered:
+        groups = _order(name + ".weight_g_idx", tensors[".weight_g_idx"], scales.shape[1])
+
+    def read(start: int, stop: int) -> Numbers:
+        values = unpack(packed[start:stop], bits, 1).to(torch.int16).sub_(middle).to(torch.int8)
+        return Numbers(values, scales[start:stop], None if zeros is None else zeros[start:stop], groups)
+
+    return read
+
+
+def _int(_: str, scheme: IntScheme, tensors: Tensors, cut: Cut) -> Reader:
+    weight, scales, zeros = tensors[".weight"], tensors[".weight_scale"], tensors.get(".weight_zero_point")
+    if scheme.is_per_tensor:
+        scales = scales.expand(len(weight)).unsqueeze(1)
+        zeros = None if zeros is None else zeros.expand(len(weight)).unsqueeze(1)
+    groups = scheme.group_size or weight.shape[1]
+
+    def read(start: int, stop: int) -> Numbers:
+        own = None if zeros is None else zeros[start:stop].float()
+        return Numbers(weight[start:stop], scales[start:stop], own, groups)
+
+    return read
+
+
+def fp4_numbers(device: torch.device) -> torch.Tensor:
+    """Return the 16 numbers of e2m1, float32."""
+    numbers = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return torch.tensor((*numbers, *(-each for each in numbers)), device=device)
+
+
+def _nvfp4(name: str, scheme: Nvfp4Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    packed, scale = tensors[scheme.weight], tensors[scheme.tensor_scale]
+    numbers, scales = fp4_numbers(packed.device), tensors[".weight_scale"].float()
+    if not bool(scales.isfinite().all()):
+        raise _not_finite(name + ".weight_scale")
+    scales = scales / scale if scheme.divides else scales * scale
+
+    def read(start: int, stop: int) -> Numbers:
+        part = packed[start:stop]
+        halves = torch.stack((part & 15, part >> 4), dim=-1).flatten(1)
+        return Numbers(numbers[halves.int()], scales[start:stop], None, scheme.group_size)
+
+    return read
+
+
+def _mxfp8(name: str, scheme: Mxfp8Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    weight, exponents = tensors[".weight"], tensors[".weight_scale"]
+    if bool((exponents == 255).any()):  # not a number, in e8m0
+        raise _not_finite(name + ".weight_scale")
+    scales = torch.ldexp(torch.ones((), device=weight.device), exponents.int() - 127)
+    return lambda start, stop: Numbers(weight[start:stop], scales[start:stop], None, MX_GROUP)
+
+
+def _not_finite(name: str) -> ConfigError:
+    return ConfigError(f"{name} has numbers that are not finite; download the checkpoint again")
+
+
 _READERS: dict[type[Scheme], Callable[[str, Any, Tensors, Cut], Reader]] = {
     Fp8Scheme: _fp8,
     BlockFp8Scheme: _block_fp8,
     GptqScheme: _gptq,
     AwqScheme: _awq,
+    PackedIntScheme: _packed_int,
+    IntScheme: _int,
+    Nvfp4Scheme: _nvfp4,
+    Mxfp8Scheme: _mxfp8,
 }
 """What makes a reader of a layer's tensors; the name is for messages."""

@@ -74,7 +74,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def is_widened(self) -> bool:
         """Whether all weights are widened on every device as they are loaded."""
-        return not any(isinstance(scheme, Fp8Scheme) for scheme in self.schemes)
+        return not any(map(is_multiplied, self.schemes))
 
     def stored_tensor(self, name: str) -> tuple[str, Scheme, StoredTensor] | None:
         """Return the layer that a tensor of a checkpoint belongs to, its scheme, and which of its tensors it is; None:
@@ -101,7 +101,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 needed = [each for each in scheme.tensors[1:2] if layer + each.suffix in elements]
                 if needed and tensor == scheme.tensors[0]:
                     count = round(count / scheme.elements_per_number)
-                    num_fp8 += count if isinstance(scheme, Fp8Scheme) else 0
+                    num_fp8 += count if is_multiplied(scheme) else 0
                 elif needed and not isinstance(scheme, Fp8Scheme):
                     count = 0
             elif self.experts is not None and name.endswith("_blocks"):
@@ -181,6 +181,11 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def _expressions(self) -> list[re.Pattern[str]]:
         return [re.compile(each[3:]) for each in self.ignored if each.startswith("re:")]
+
+
+def is_multiplied(scheme: Scheme) -> bool:
+    """Whether there are devices that multiply by weights of a scheme as they are stored."""
+    return isinstance(scheme, Fp8Scheme) and not scheme.is_weight_only
 
 
 def _is_pattern(name: str) -> bool:

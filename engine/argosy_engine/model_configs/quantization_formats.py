@@ -15,7 +15,10 @@ from argosy_engine.model_configs.weight_schemes import (
     BlockFp8Scheme,
     Fp8Scheme,
     GptqScheme,
+    IntScheme,
     Mxfp4ExpertsScheme,
+    Nvfp4Scheme,
+    PackedIntScheme,
     Scheme,
 )
 
@@ -50,8 +53,6 @@ def parse_quantization(
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     """https://github.com/vllm-project/compressed-tensors"""
-    if (form := raw.get("format")) not in (None, "float-quantized", "naive-quantized"):
-        raise _refused(f"compressed-tensors format {form!r}")
     if _mapping(raw.get("sparsity_config") or {}, "sparsity_config").get("format", "dense") != "dense":
         raise _refused("compressed-tensors with sparse weights")
     if raw.get("transform_config"):
@@ -60,7 +61,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     default: Scheme | None = None
     for each in _mapping(raw.get("config_groups") or {}, "config_groups").values():
         group = _mapping(each, "config_groups")
-        scheme = _group_scheme(group)
+        scheme = _group_scheme(group, group.get("format") or raw.get("format"))
         for target in layer_names(group.get("targets")):
             if target == "Linear" and default in (None, scheme):
                 default = scheme
@@ -79,18 +80,64 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
-def _group_scheme(group: Mapping[str, Any]) -> Scheme:
+def _group_scheme(group: Mapping[str, Any], form: Any) -> Scheme:
+    """Return the scheme of the weights. Inputs are quantised in FP8 only."""
     weights = _mapping(group.get("weights") or {}, "weights")
-    inputs = _mapping(group.get("input_activations") or {}, "input_activations")
-    for name, each in (("weights", weights), ("input activations", inputs)):
-        kind = f"{name} of {each.get('num_bits')} bits {each.get('type')!r}"
-        if (each.get("num_bits"), each.get("type")) != (8, "float") or each.get("symmetric") is False:
-            raise _refused(f"compressed-tensors with {kind}")
-    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic")
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    kind = str(weights.get("type", "int"))[:20]
+    of = f"compressed-tensors with weights of {bits} bits {kind!r}"
+    if form not in _FORMS.get(kind, ()) or (form == "nvfp4-pack-quantized") != (
+        kind == "float" and bits == 4
+    ):
+        raise _refused(f"{of} in the format {form!r}")
+    is_symmetric = weights.get("symmetric") is not False
+    if kind == "float" and not is_symmetric:
+        raise _refused(f"{of} and zero points")
+    group_size = None if strategy in ("tensor", "channel", "block") else _group_size(weights)
+    ordering, is_per_tensor = weights.get("actorder"), strategy == "tensor"
+    if kind == "float" and bits == 8:
+        return _float_scheme(weights, group.get("input_activations"))
+    if kind == "float" and strategy in ("tensor_group", "group"):
+        return Nvfp4Scheme(
+            weight=".weight_packed",
+            tensor_scale=".weight_global_scale",
+            divides=True,
+            group_size=group_size or 16,
+        )
+    if kind == "float" or strategy not in ("tensor", "channel", "group"):
+        raise _refused(f"{of} per {strategy!r}")
+    if form == "pack-quantized" and bits in (4, 8):
+        return PackedIntScheme(
+            bits=bits,
+            group_size=group_size,
+            is_per_tensor=is_per_tensor,
+            is_symmetric=is_symmetric,
+            is_ordered=ordering in ("group", "dynamic", True),
+        )
+    if form != "pack-quantized" and bits in range(2, 9) and ordering in (None, False, "weight", "static"):
+        return IntScheme(group_size=group_size, is_per_tensor=is_per_tensor, is_symmetric=is_symmetric)
+    raise _refused(f"{of}, actorder {ordering!r}")
+
+
+_FORMS: dict[str, tuple[str | None, ...]] = {
+    "float": (None, "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    "int": ("pack-quantized", "int-quantized", "naive-quantized"),
+}
+"""Formats of compressed-tensors by the type of weights; None: config.json names none."""
+
+
+def _float_scheme(weights: Mapping[str, Any], input_activations: Any) -> Scheme:
+    strategy = weights.get("strategy")
     if strategy == "block":
         return BlockFp8Scheme(block=_block(weights.get("block_structure")))
     if strategy not in ("tensor", "channel"):
         raise _refused(f"compressed-tensors with weights per {strategy!r}")
+    if input_activations is None:
+        return Fp8Scheme(is_per_channel=strategy == "channel", is_weight_only=True)
+    inputs = _mapping(input_activations, "input_activations")
+    bits, kind, dynamic = inputs.get("num_bits"), inputs.get("type"), inputs.get("dynamic")
+    if (bits, kind) != (8, "float") or inputs.get("symmetric") is False:
+        raise _refused(f"compressed-tensors with input activations of {bits} bits {kind!r}")
     if (inputs.get("strategy"), dynamic) not in (("token", True), ("tensor", False), ("tensor", True)):
         raise _refused(f"compressed-tensors with input activations per {inputs.get('strategy')!r}")
     return Fp8Scheme(is_per_channel=strategy == "channel", is_static=not dynamic)

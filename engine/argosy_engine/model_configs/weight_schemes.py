@@ -162,6 +162,8 @@ class Fp8Scheme(Scheme, frozen=True):
     is_per_channel: bool = False
     is_static: bool = False
     """Whether inputs have a scale in the checkpoint, rather than one per token and step."""
+    is_weight_only: bool = False
+    """Whether inputs are not to be quantised, so that weights are widened on every device."""
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -199,6 +201,12 @@ class BlockFp8Scheme(Scheme, frozen=True):
     @property
     def about(self) -> str:
         return f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+
+
+_OF_INPUTS = (".input_scale", ".input_zero_point")
+"""Suffixes of how inputs are quantised, which are not where weights are widened."""
+MX_GROUP = 32
+"""Numbers that share a scale in the microscaling formats, 2 ** (scale - 127)."""
 
 
 class _PackedScheme(Scheme, frozen=True):
@@ -279,13 +287,134 @@ class AwqScheme(_PackedScheme, frozen=True):
         check_divides(layer, "outputs", shape[0], self.granule)
 
 
+class PackedIntScheme(_PackedScheme, frozen=True):
+    """Integers of compressed-tensors' format pack-quantized, packed along the inputs, less half their range."""
+
+    title: ClassVar[str] = "compressed-tensors' packed integers"
+    unused: ClassVar[tuple[str, ...]] = (".weight_shape", *_OF_INPUTS)
+    is_told_by_storage: ClassVar[bool] = False
+    is_per_tensor: bool = False
+    is_symmetric: bool = True
+    is_ordered: bool = False
+    """Whether `weight_g_idx` tells the groups of inputs."""
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        groups = self._groups(is_whole=self.is_ordered)
+        scales: tuple[Axis | int, ...] = (1,) if self.is_per_tensor else (Axis("out"), groups)
+        found = [
+            StoredTensor(".weight_packed", "I32", (Axis("out"), self._packed("in"))),
+            StoredTensor(".weight_scale", None, scales),
+        ]
+        if not self.is_symmetric:
+            found.append(StoredTensor(".weight_zero_point", "I32", (self._packed("out"), groups)))
+        if self.is_ordered:
+            found.append(StoredTensor(".weight_g_idx", "I32", (Axis("in"),)))
+        return tuple(found)
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        super().check(layer, shape)
+        check_divides(layer, "inputs", shape[1], self.granule)
+        if not self.is_symmetric:
+            check_divides(layer, "outputs", shape[0], self.granule)
+
+
+class IntScheme(Scheme, frozen=True):
+    """Integers of up to 8 bits, each in a byte: compressed-tensors' format int-quantized."""
+
+    title: ClassVar[str] = "int8"
+    unused: ClassVar[tuple[str, ...]] = _OF_INPUTS
+    group_size: int | None = None
+    """Inputs with one scale; None: all."""
+    is_per_tensor: bool = False
+    is_symmetric: bool = True
+
+    @property
+    def about(self) -> str:
+        groups = (
+            f"group of {self.group_size}"
+            if self.group_size
+            else "tensor"
+            if self.is_per_tensor
+            else "channel"
+        )
+        return f"int8 with a scale per {groups}"
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        groups = Axis("in", self.group_size) if self.group_size else 1
+        scales: tuple[Axis | int, ...] = (1,) if self.is_per_tensor else (Axis("out"), groups)
+        return (
+            StoredTensor(".weight", "I8", (Axis("out"), Axis("in"))),
+            StoredTensor(".weight_scale", None, scales),
+            StoredTensor(".weight_zero_point", "I8", scales, is_optional=self.is_symmetric),
+        )
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        if self.group_size:
+            check_divides(layer, "inputs", shape[1], self.group_size)
+
+
+class Nvfp4Scheme(Scheme, frozen=True):
+    """NVFP4: pairs of e2m1 in a byte, an FP8 scale per 16 inputs, and one of the tensor."""
+
+    title: ClassVar[str] = "NVFP4"
+    unused: ClassVar[tuple[str, ...]] = (".input_global_scale", *_OF_INPUTS)
+    weight: str = ".weight"
+    """Suffix of the numbers."""
+    tensor_scale: str = ".weight_scale_2"
+    """Suffix of the tensor's scale."""
+    divides: bool = False
+    """Whether the others are divided by that, instead of multiplied (compressed-tensors)."""
+    group_size: int = 16
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        return (
+            StoredTensor(self.weight, "U8", (Axis("out"), Axis("in", 2))),
+            StoredTensor(".weight_scale", "F8_E4M3", (Axis("out"), Axis("in", self.group_size))),
+            StoredTensor(self.tensor_scale, None, (1,), is_positive=True),
+        )
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        check_divides(layer, "inputs", shape[1], self.group_size)
+        check_divides(layer, "inputs", shape[1], 2)
+
+
+class Mxfp8Scheme(Scheme, frozen=True):
+    """MXFP8 (OCP Microscaling Formats 1.0): FP8 (e4m3) with a power of two per 32 inputs."""
+
+    title: ClassVar[str] = "MXFP8"
+    unused: ClassVar[tuple[str, ...]] = _OF_INPUTS
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        return (
+            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            StoredTensor(".weight_scale", "U8", (Axis("out"), Axis("in", MX_GROUP))),
+        )
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        check_divides(layer, "inputs", shape[1], MX_GROUP)
+
+
 class Mxfp4ExpertsScheme(Scheme, frozen=True):
     """gpt-oss' experts in MXFP4, all of a layer stacked: `take_mxfp4` of `layers.linear_method` reads them."""
 
     title: ClassVar[str] = "MXFP4"
 
 
-SCHEMES: tuple[type[Scheme], ...] = (Fp8Scheme, BlockFp8Scheme, GptqScheme, AwqScheme, Mxfp4ExpertsScheme)
+SCHEMES: tuple[type[Scheme], ...] = (
+    Fp8Scheme,
+    BlockFp8Scheme,
+    GptqScheme,
+    AwqScheme,
+    PackedIntScheme,
+    IntScheme,
+    Nvfp4Scheme,
+    Mxfp8Scheme,
+    Mxfp4ExpertsScheme,
+)
 """Every scheme that is read."""
 
 
