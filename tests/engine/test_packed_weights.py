@@ -65,6 +65,9 @@ def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_p
         ("pack-4-order", "arcee"),
         ("mixed", "qwen3_moe"),
         ("nvfp4-pack", "llama"),
+        ("auto-round-gptq", "arcee"),
+        ("modelopt-mxfp8", "qwen3_moe"),
+        ("bnb-nf4-double", "arcee"),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(form: str, model_type: str, tmp_path: Path) -> None:
@@ -97,6 +100,17 @@ def less(suffix: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({LAYER + suffix: tensors[LAYER + suffix][..., :-1]})
 
 
+def state(**fields: Any) -> Callable[[Tensors], object]:
+    """Change what bitsandbytes says of a weight."""
+
+    def change(tensors: Tensors) -> None:
+        name = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+        text = json.dumps(json.loads(bytes(tensors[name].tolist())) | fields)
+        tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    return change
+
+
 @pytest.mark.parametrize("model_type", ["llama", "arcee"])
 @pytest.mark.parametrize(
     ("form", "change", "message"),
@@ -118,6 +132,17 @@ def less(suffix: str) -> Callable[[Tensors], object]:
         ("pack-4-order", put(".weight_g_idx", (0,), 77), f"{LAYER}.weight_g_idx has groups .* among the 4"),
         ("int-8", put(".weight_scale", (3, 0), float("nan")), f"{LAYER}.weight_scale of .* not finite"),
         ("int-8-asym-static", lambda tensors: tensors.pop(f"{LAYER}.weight_zero_point"), LAYER),
+        ("modelopt-nvfp4", put(".weight_scale_2", (), float("nan")), f"{LAYER}.weight_scale_2 of .* finite"),
+        ("modelopt-nvfp4", less(".weight_scale"), rf"{LAYER}\.weight_scale is"),
+        ("modelopt-mxfp8", put(".weight_scale", (0, 0), 255), f"{LAYER}.weight_scale has .* not finite"),
+        ("bnb-nf4", put(".weight.absmax", (0,), float("nan")), f"{LAYER}.weight.absmax of .* not finite"),
+        ("bnb-nf4", state(blocksize=128), "a scale per 128 numbers"),
+        ("bnb-nf4", state(shape=[95, 64]), rf"{LAYER}\W"),
+        ("bnb-nf4", state(quant_type=3), "malformed"),
+        ("bnb-nf4-double", state(nested_offset=None), "malformed"),
+        ("bnb-nf4", lambda tensors: tensors.pop(f"{LAYER}.weight.quant_state.bitsandbytes__nf4"), LAYER),
+        ("bnb-int8", put(".weight_format", (), 1), f"{LAYER}.weight_format is not that of rows"),
+        ("bnb-int8", put(".SCB", (0,), float("nan")), f"{LAYER}.SCB of .* not finite"),
         ("nvfp4-pack", put(".weight_scale", (0, 0), float("nan")), f"{LAYER}.weight_scale has .* not finite"),
         ("nvfp4-pack", put(".weight_global_scale", (0,), 0.0), f"{LAYER}.weight_global_scale of .* greater"),
     ],
@@ -166,6 +191,19 @@ def group(targets: list[str] = ["Linear"], **weights: Any) -> dict[str, Any]:  #
         ("pack-4", group(targets=["LlamaAttention"]), "the target 'LlamaAttention'"),
         ("pack-4", group(targets=["re:(a|b)+"]), "too complex"),
         ("mixed", {"format": "int-quantized", "config_groups": {}}, "without targets"),
+        (
+            "auto-round-gptq",
+            {"packing_format": "auto_round:llm_compressor"},
+            "llm_compressor'.* one that is packed as auto_",
+        ),
+        ("auto-round-gptq", {"extra_config": {"a.b": {"bits": 7}}}, "auto-round of 7 bits"),
+        ("auto-round-gptq", {"data_type": "mx_fp"}, "the type 'mx_fp'"),
+        ("modelopt-nvfp4", {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not supported.*one in NVFP4"),
+        ("modelopt-nvfp4", {"group_size": 20}, "not a multiple of 20"),
+        ("bnb-nf4", {"bnb_4bit_quant_type": "af4"}, "the type 'af4'"),
+        ("bnb-nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "in 'bfloat16'"),
+        ("bnb-nf4", {"bnb_4bit_use_double_quant": True}, "missing: .*nested_absmax"),
+        ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, "missing: .*bitsandbytes__fp4"),
         ("awq", {"version": "gemv"}, "packed for 'gemv'"),
         ("awq", {"bits": 8}, "awq of 8 bits"),
         ("awq", {"group_size": 20}, "not a multiple of 20"),

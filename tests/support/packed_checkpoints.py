@@ -252,6 +252,129 @@ def fp8(_: str, weight: torch.Tensor) -> Packed:
     return Packed({".weight": values, ".weight_scale": scale}, values.float() * scale)
 
 
+def fp8_tensor(_: str, weight: torch.Tensor) -> Packed:
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {".weight": values, ".weight_scale": scale, ".input_scale": torch.tensor(0.02)}
+    return Packed(tensors, values.float() * scale)
+
+
+def fp8_blocks(_: str, weight: torch.Tensor) -> Packed:
+    """Scales per 128 x 128, with dimensions of size 1, as ModelOpt has them."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    index = [torch.arange(size) // 128 for size in weight.shape]
+    scales = torch.zeros(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            part = weight[index[0] == row][:, index[1] == column]
+            scales[row, column] = part.abs().max() / 448
+    factors = scales[index[0]][:, index[1]]
+    values = (weight / factors).to(torch.float8_e4m3fn)
+    tensors = {".weight": values, ".weight_scale": scales.view(rows, 1, columns, 1)}
+    return Packed(tensors, values.float() * factors)
+
+
+def _mixed_modelopt(name: str, weight: torch.Tensor) -> Packed | None:
+    if "layers.0." not in name:
+        return None
+    if name.endswith("q_proj"):
+        return fp8_tensor(name, weight)
+    return nvfp4(is_compressed=False)(name, weight) if name.endswith("k_proj") else None
+
+
+def modelopt(algorithm: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*mlp.gate"], **fields
+    }  # fmt: skip
+
+
+_QUANTIZED_LAYERS = {
+    "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    "model.layers.0.self_attn.k_proj": {"quant_algo": "NVFP4", "group_size": 16},
+}
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+FP4 = tuple(sign * each / 12 for sign in (1, -1) for each in _FP4_MAGNITUDES)
+
+
+def bnb4(kind: str, *, is_double: bool = False) -> Callable[[str, torch.Tensor], Packed]:
+    """Places in a table, the first of two in the upper half of a byte, and a scale per 64 numbers of all."""
+    table = torch.tensor(NF4 if kind == "nf4" else FP4)
+
+    def pack(_: str, weight: torch.Tensor) -> Packed:
+        flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+        largest = flat.abs().amax(dim=1)
+        state: dict[str, Any] = {
+            "quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)
+        }  # fmt: skip
+        tensors = {".weight.absmax": largest, ".weight.quant_map": table.clone()}
+        if is_double:
+            offset = float(largest.mean())
+            padded = torch.nn.functional.pad(largest - offset, (0, -len(largest) % 256)).view(-1, 256)
+            nested, of_nested = torch.linspace(-1, 1, 256) ** 3, padded.abs().amax(dim=1)
+            places = ((padded / of_nested.unsqueeze(1)).unsqueeze(2) - nested).abs().argmin(dim=2)
+            scales = (nested[places] * of_nested.unsqueeze(1)).flatten()[: len(largest)] + offset
+            tensors |= {
+                ".weight.absmax": places.flatten()[: len(largest)].to(torch.uint8),
+                ".weight.nested_absmax": of_nested,
+                ".weight.nested_quant_map": nested,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            largest = scales
+        codes = ((flat / largest.unsqueeze(1)).unsqueeze(2) - table).abs().argmin(dim=2)
+        widened = (table[codes] * largest.unsqueeze(1)).flatten()[: weight.numel()].view(weight.shape)
+        codes = codes.flatten()[: weight.numel()].to(torch.uint8)
+        tensors[".weight"] = (codes[0::2] << 4 | codes[1::2]).unsqueeze(1)
+        document = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        return Packed({**tensors, f".weight.quant_state.bitsandbytes__{kind}": document}, widened)
+
+    return pack
+
+
+def bnb8(_: str, weight: torch.Tensor) -> Packed:
+    largest = weight.abs().amax(dim=1)
+    numbers = (weight / largest.unsqueeze(1) * 127).round()
+    tensors = {
+        ".weight": numbers.to(torch.int8),
+        ".SCB": largest,
+        ".weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Packed(tensors, numbers * (largest / 127).unsqueeze(1))
+
+
+def bnb_config(kind: str, *, is_double: bool = False) -> dict[str, Any]:
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": is_double, "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None,
+    }  # fmt: skip
+
+
+def auto_round(packing: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "bits": 4, "group_size": 32,
+        "data_type": "int", "sym": True, "block_name_to_quantize": "model.layers", **fields,
+    }  # fmt: skip
+
+
+def _mixed_auto_round(name: str, weight: torch.Tensor) -> Packed | None:
+    if name == "model.layers.1.self_attn.q_proj":
+        return None
+    bits = 8 if "layers.2." in name and name.endswith("proj") else 4
+    return gptq(bits, 32, has_index=False)(name, weight)
+
+
+_EXTRA = {
+    "model.layers.1.self_attn.q_proj": {"bits": 16, "data_type": "fp"},
+    r"layers\.2\..*proj": {"bits": 8},
+}
+
+
 def _mixed_compressed(name: str, weight: torch.Tensor) -> Packed | None:
     if name.endswith("v_proj"):
         return None
@@ -313,6 +436,29 @@ FORMATS: dict[str, Format] = {
     ),
     "mixed": Format(_MIXED, _mixed_compressed),
     "fp8-weights": Format(compressed("float-quantized", {"num_bits": 8, "type": "float"}), fp8),
+    "auto-round-gptq": Format(auto_round("auto_gptq", extra_config=_EXTRA), _mixed_auto_round),
+    "auto-round-awq": Format(auto_round("auto_awq", sym=False), awq(32)),
+    "modelopt-nvfp4": Format(modelopt("NVFP4", group_size=16), nvfp4(is_compressed=False)),
+    "modelopt-nvfp4-file": Format(
+        {},
+        nvfp4(is_compressed=False),
+        {
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "group_size": 16,
+                "exclude_modules": ["lm_head", "*mlp.gate"],
+            }
+        },
+    ),
+    "modelopt-mxfp8": Format(modelopt("MXFP8", group_size=32), mxfp8),
+    "modelopt-fp8-blocks": Format(modelopt("FP8_PB_WO"), fp8_blocks),
+    "modelopt-mixed": Format(
+        modelopt("MIXED_PRECISION", quantized_layers=_QUANTIZED_LAYERS), _mixed_modelopt
+    ),
+    "bnb-nf4": Format(bnb_config("nf4"), bnb4("nf4")),
+    "bnb-fp4-double": Format(bnb_config("fp4", is_double=True), bnb4("fp4", is_double=True)),
+    "bnb-nf4-double": Format(bnb_config("nf4", is_double=True), bnb4("nf4", is_double=True)),
+    "bnb-int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb8),
     "nvfp4-pack": Format(compressed("nvfp4-pack-quantized", _FP4), nvfp4(is_compressed=True)),
 }
 

@@ -36,6 +36,7 @@ DTYPES = {
 }
 """Dtypes that a layer may take, by their names in safetensors."""
 _Source = TypeVar("_Source")
+_MAX_BYTES = 64 << 10
 _MAX_NAMED = 6
 """Tensor names that an error message lists for each kind of fault."""
 
@@ -93,6 +94,14 @@ class Weights(ABC):
         """Return a tensor that not every checkpoint has, as `take` does; None: this one has not."""
         return None
 
+    def take_bytes(self, name: str) -> torch.Tensor:
+        """Return a small tensor of bytes, uint8, on the CPU; empty where there is no checkpoint.
+
+        Raises:
+            ConfigError: it is none, or of more than 64 KiB.
+        """
+        return torch.empty(0, dtype=torch.uint8)
+
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         """Return the first of these scales that the checkpoint has, float32 [1] on the engine's device.
 
@@ -122,6 +131,8 @@ class WeightPlan(Weights):
         """Names taken by `take_scale`."""
         self.optional: set[str] = set()
         """Names of tensors that the checkpoint may lack."""
+        self.documents: set[str] = set()
+        """Names taken by `take_bytes`."""
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
@@ -156,6 +167,10 @@ class WeightPlan(Weights):
     ) -> torch.Tensor | None:
         self.optional.add(name)
         return self.take(name, *shape, dtype=dtype, shard=shard)
+
+    def take_bytes(self, name: str) -> torch.Tensor:
+        self.documents.add(name)
+        return super().take_bytes(name)
 
 
 class DummyWeights(Weights):
@@ -257,6 +272,14 @@ class SafetensorsWeights(Weights):
     ) -> torch.Tensor | None:
         return self.take(name, *shape, dtype=dtype, shard=shard) if name in self._files else None
 
+    def take_bytes(self, name: str) -> torch.Tensor:
+        file, stored_name = self._files[name]
+        header = file.get_slice(stored_name)
+        shape, dtype = header.get_shape(), header.get_dtype()
+        if dtype != "U8" or len(shape) != 1 or shape[0] > _MAX_BYTES:
+            raise ConfigError(f"{name} of {self.path} is {shape} {dtype}, not bytes of a JSON object")
+        return self._read(name)
+
     def find_scale(self, names: Sequence[str]) -> torch.Tensor | None:
         for name in names:
             if name in self._files:
@@ -316,10 +339,13 @@ class SafetensorsWeights(Weights):
         """
         slices = {name: file.get_slice(stored) for name, (file, stored) in self._files.items()}
         missing = [name for name in plan.shapes if name not in slices and name not in plan.optional]
+        missing += sorted(plan.documents - slices.keys())
         unexpected = [
             name
             for name in slices
-            if name not in plan.shapes and not any(re.fullmatch(pattern, name) for pattern in ignored)
+            if name not in plan.shapes
+            and name not in plan.documents
+            and not any(re.fullmatch(pattern, name) for pattern in ignored)
         ]
         # AutoGPTQ once wrote biases for layers that have none.
         unexpected = [name for name in unexpected if not self._is_bias_of_zeros(name)]

@@ -11,15 +11,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Struct
 
 from argosy_engine.checkpoint.weights import DTYPES, Weights
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import (
+    BNB_BLOCK,
+    BNB_NESTED_BLOCK,
     MX_GROUP,
     AwqScheme,
     BlockFp8Scheme,
+    Bnb4Scheme,
+    Bnb8Scheme,
     Cut,
     Fp8Scheme,
     GptqScheme,
@@ -149,6 +155,8 @@ def take_weight(
 def _take(
     weights: Weights, name: str, stored: StoredTensor, shape: tuple[int, int], cut: Cut
 ) -> torch.Tensor | None:
+    if stored.dtype == "JSON":
+        return weights.take_bytes(name + stored.suffix)
     sizes, shard = stored.shape(shape), shard_of(stored, cut)
     if stored.dtype is None:
         return weights.take_scale(name + stored.suffix, sizes, shard, is_signed=not stored.is_positive)
@@ -336,8 +344,76 @@ def _mxfp8(name: str, scheme: Mxfp8Scheme, tensors: Tensors, cut: Cut) -> Reader
     weight, exponents = tensors[".weight"], tensors[".weight_scale"]
     if bool((exponents == 255).any()):  # not a number, in e8m0
         raise _not_finite(name + ".weight_scale")
-    scales = torch.ldexp(torch.ones((), device=weight.device), exponents.int() - 127)
+    scales = torch.ldexp(torch.ones(exponents.shape, device=weight.device), exponents.int() - 127)
     return lambda start, stop: Numbers(weight[start:stop], scales[start:stop], None, MX_GROUP)
+
+
+class BnbState(Struct):
+    """What bitsandbytes says of a weight in 4 bits, beside its tensors."""
+
+    quant_type: str
+    blocksize: int
+    shape: tuple[int, int]
+    nested_blocksize: int = BNB_NESTED_BLOCK
+    nested_offset: float = 0.0
+
+    @classmethod
+    def of(cls, name: str, stored: torch.Tensor) -> BnbState:
+        """Decode the bytes of a tensor.
+
+        Raises:
+            ConfigError: they are no such object, or say what is not read.
+        """
+        try:
+            state = msgspec.json.decode(stored.numpy().tobytes(), type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name} is malformed: {error}; download the checkpoint again") from None
+        if (state.blocksize, state.nested_blocksize) != (BNB_BLOCK, BNB_NESTED_BLOCK):
+            raise ConfigError(
+                f"{name} has a scale per {state.blocksize} numbers, and one per {state.nested_blocksize} of these; "
+                f"only {BNB_BLOCK} and {BNB_NESTED_BLOCK} are read: quantise again"
+            )
+        if not math.isfinite(state.nested_offset):
+            raise _not_finite(name)
+        return state
+
+
+def _bnb4(name: str, scheme: Bnb4Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    packed, numbers, scales = (tensors[each] for each in (".weight", ".weight.quant_map", ".weight.absmax"))
+    document = f".weight.quant_state.bitsandbytes__{scheme.kind}"
+    columns, offset = cut.shape[1], 0.0
+    if len(tensors[document]):  # random weights have none
+        state = BnbState.of(name + document, tensors[document])
+        offset = state.nested_offset
+        if state.quant_type != scheme.kind or state.shape != cut.shape:
+            raise ConfigError(
+                f"{name}{document} is of {state.quant_type} and {list(state.shape)}, which does not fit config.json; "
+                "copy the whole checkpoint"
+            )
+    if scheme.is_double:
+        nested = tensors[".weight.nested_absmax"].repeat_interleave(BNB_NESTED_BLOCK)[: len(scales)]
+        scales = tensors[".weight.nested_quant_map"][scales.int()] * nested + offset
+    flat = packed.flatten()
+
+    def read(start: int, stop: int) -> Numbers:
+        first, last = start * columns, stop * columns
+        part = flat[first // 2 : -(-last // 2)]
+        halves = torch.stack((part >> 4, part & 15), dim=-1).flatten()[first % 2 :][: last - first]
+        blocks = torch.arange(first, last, device=flat.device) // BNB_BLOCK
+        values = (numbers[halves.int()] * scales[blocks]).view(stop - start, columns)
+        ones = torch.ones(stop - start, 1, device=flat.device)
+        return Numbers(values, ones, None, columns)
+
+    return read
+
+
+def _bnb8(name: str, scheme: Bnb8Scheme, tensors: Tensors, cut: Cut) -> Reader:
+    weight, scales = tensors[".weight"], tensors[".SCB"].unsqueeze(1) / 127
+    if (form := tensors.get(".weight_format")) is not None and int(form):
+        raise ConfigError(
+            f"{name}.weight_format is not that of rows; save the checkpoint again with bitsandbytes 0.45"
+        )
+    return lambda start, stop: Numbers(weight[start:stop], scales[start:stop], None, weight.shape[1])
 
 
 def _not_finite(name: str) -> ConfigError:
@@ -353,5 +429,7 @@ _READERS: dict[type[Scheme], Callable[[str, Any, Tensors, Cut], Reader]] = {
     IntScheme: _int,
     Nvfp4Scheme: _nvfp4,
     Mxfp8Scheme: _mxfp8,
+    Bnb4Scheme: _bnb4,
+    Bnb8Scheme: _bnb8,
 }
 """What makes a reader of a layer's tensors; the name is for messages."""

@@ -5,6 +5,7 @@ What is not read is refused by name before any weight is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,16 +14,22 @@ from argosy_engine.model_configs.quantization_config import QuantizationConfig, 
 from argosy_engine.model_configs.weight_schemes import (
     AwqScheme,
     BlockFp8Scheme,
+    Bnb4Scheme,
+    Bnb8Scheme,
     Fp8Scheme,
     GptqScheme,
     IntScheme,
     Mxfp4ExpertsScheme,
+    Mxfp8Scheme,
     Nvfp4Scheme,
     PackedIntScheme,
     Scheme,
 )
 
-_SUPPORTED = "FP8 per tensor, channel or block, of compressed-tensors, ModelOpt or fp8, GPTQ, AWQ, and experts in MXFP4"
+_SUPPORTED = (
+    "FP8, GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt's FP8, NVFP4 and MXFP8, bitsandbytes, and gpt-oss' "
+    "experts in MXFP4"
+)
 _MAX_BLOCK = 4096
 _MAX_GROUP = 1 << 16
 
@@ -157,13 +164,27 @@ def _block(sizes: Any) -> tuple[int, int]:
 def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
     """https://github.com/NVIDIA/TensorRT-Model-Optimizer"""
     nested = _mapping(raw.get("quantization") or {}, "quantization")
-    algorithm = raw.get("quant_algo") or nested.get("quant_algo")
-    is_per_channel = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
-    if algorithm != "FP8" and not is_per_channel:
-        raise _refused(f"ModelOpt's quant_algo {algorithm!r}")
-    ignored = raw.get("ignore") or raw.get("exclude_modules") or nested.get("exclude_modules")
-    scheme = Fp8Scheme(is_per_channel=is_per_channel, is_static=not is_per_channel)
-    return QuantizationConfig(method="modelopt", default=scheme, ignored=layer_names(ignored))
+    fields = {**nested, **raw}
+    ignored = layer_names(raw.get("ignore") or raw.get("exclude_modules") or nested.get("exclude_modules"))
+    if fields.get("quant_algo") != "MIXED_PRECISION":
+        return QuantizationConfig(method="modelopt", default=_modelopt_scheme(fields), ignored=ignored)
+    layers = _mapping(fields.get("quantized_layers") or {}, "quantized_layers")
+    names = layer_names(list(layers))
+    rules = [(name, _modelopt_scheme(_mapping(layers[name], "quantized_layers"))) for name in names]
+    return QuantizationConfig(method="modelopt", rules=tuple(rules), ignored=ignored)
+
+
+def _modelopt_scheme(fields: Mapping[str, Any]) -> Scheme:
+    algorithm = str(fields.get("quant_algo")).upper()
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        return Fp8Scheme(is_per_channel=algorithm != "FP8", is_static=algorithm == "FP8")
+    if algorithm == "FP8_PB_WO":
+        return BlockFp8Scheme(block=(128, 128))
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        return Nvfp4Scheme(group_size=_group_size({"group_size": fields.get("group_size") or 16}) or 16)
+    if algorithm == "MXFP8":
+        return Mxfp8Scheme()
+    raise _refused(f"ModelOpt's quant_algo {fields.get('quant_algo')!r}", "one in NVFP4, MXFP8 or FP8")
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -228,6 +249,57 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
+def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/intel/auto-round: layers packed as GPTQ or AWQ has them"""
+    form = raw.get("packing_format") or raw.get("backend")
+    if form not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
+        raise _refused(f"AutoRound packed as {form!r}", "one that is packed as auto_round:auto_gptq")
+
+    def scheme(fields: Mapping[str, Any]) -> Scheme | None:
+        kind = fields.get("data_type", "int")
+        if isinstance(bits := fields.get("bits"), int) and bits >= 16:
+            return None
+        if kind != "int":
+            raise _refused(f"AutoRound with weights of the type {kind!r}")
+        if form == "auto_round:auto_awq":
+            return AwqScheme(bits=_bits(fields, (4,)), group_size=_group_size(fields))
+        return GptqScheme(
+            bits=_bits(fields, (2, 3, 4, 8)),
+            group_size=_group_size(fields),
+            is_symmetric=bool(fields.get("sym", False)),
+        )
+
+    rules = []
+    for name, changes in _mapping(raw.get("extra_config") or {}, "extra_config").items():
+        if _SPECIAL.search(name):  # a regular expression that is searched for
+            name = "re:" + ("" if name.startswith(("^", ".*")) else ".*") + name
+        rules.append((name, scheme({**raw, **_mapping(changes, "extra_config")})))
+    layer_names([name for name, _ in rules])
+    return QuantizationConfig(
+        method="auto-round",
+        default=scheme(raw),
+        rules=tuple(rules),
+        ignored=() if "lm_head" in dict(rules) else ("lm_head",),
+    )
+
+
+_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+
+
+def _bitsandbytes(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """https://github.com/bitsandbytes-foundation/bitsandbytes, as transformers stores it"""
+    ignored = layer_names(raw.get("llm_int8_skip_modules"))
+    if raw.get("load_in_8bit") or raw.get("_load_in_8bit"):
+        return QuantizationConfig(method="bitsandbytes", default=Bnb8Scheme(), ignored=ignored)
+    if not (raw.get("load_in_4bit") or raw.get("_load_in_4bit")):
+        raise _refused("bitsandbytes without load_in_4bit or load_in_8bit")
+    kind, storage = raw.get("bnb_4bit_quant_type", "fp4"), raw.get("bnb_4bit_quant_storage", "uint8")
+    if kind not in ("nf4", "fp4") or storage not in (None, "uint8"):
+        raise _refused(f"bitsandbytes of the type {kind!r} in {storage!r}")
+    default = Bnb4Scheme(kind=kind, is_double=bool(raw.get("bnb_4bit_use_double_quant", False)))
+    return QuantizationConfig(method="bitsandbytes", default=default, ignored=ignored)
+
+
 def _bits(raw: Mapping[str, Any], known: tuple[int, ...]) -> int:
     bits = raw.get("bits", raw.get("w_bit"))
     if not isinstance(bits, int) or bits not in known:
@@ -254,6 +326,9 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
 }
 """Readers of `quantization_config`, by its `quant_method`."""

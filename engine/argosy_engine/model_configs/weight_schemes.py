@@ -20,7 +20,8 @@ from argosy_engine.model_configs.sharding import Shard
 class Axis(NamedTuple):
     """A dimension of a stored tensor that runs along the outputs or inputs of a weight."""
 
-    of: Literal["out", "in"]
+    of: Literal["out", "in", "all"]
+    """`all`: along all numbers, row by row; every rank takes the whole."""
     features: int = 1
     """Features that are stored together: those of a packed word, of a group with one scale."""
     elements: int = 1
@@ -30,7 +31,8 @@ class Axis(NamedTuple):
 
     def size(self, shape: tuple[int, int]) -> int:
         """Return the tensor's size along this dimension, of a weight [out, in]."""
-        return -(-shape[self.of == "in"] // self.features) * self.elements
+        size = math.prod(shape) if self.of == "all" else shape[self.of == "in"]
+        return -(-size // self.features) * self.elements
 
 
 class StoredTensor(NamedTuple):
@@ -39,7 +41,8 @@ class StoredTensor(NamedTuple):
     suffix: str
     """Of its name, after the layer's."""
     dtype: str | None
-    """As safetensors calls it; None: numbers of any floating point dtype, which keep their precision."""
+    """As safetensors calls it; None: numbers of any floating point dtype, which keep their precision; `JSON`: a JSON
+    object in bytes, as many as it has."""
     axes: tuple[Axis | int, ...]
     """Its dimensions; a number is the size of one that has nothing to do with the weight's."""
     is_optional: bool = False
@@ -55,6 +58,8 @@ class StoredTensor(NamedTuple):
 class Cut(NamedTuple):
     """What a rank reads of a weight [out, in]: whole granules, and what it uses of them."""
 
+    shape: tuple[int, int]
+    """Of the whole weight."""
     out: tuple[range, ...] | None
     """Features that are read, in whole granules; None: all."""
     inputs: tuple[range, ...] | None
@@ -96,7 +101,7 @@ class Scheme(Struct, frozen=True):
 
     def shape_of(self, stored: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape [out, in] of a weight, given that of the first stored tensor."""
-        sizes = {"out": 0, "in": 0}
+        sizes = {"out": 0, "in": 0, "all": 0}
         for axis, size in zip(self.tensors[0].axes, stored, strict=True):
             if not isinstance(axis, int):
                 sizes[axis.of] = size * axis.features // axis.elements
@@ -117,7 +122,7 @@ class Scheme(Struct, frozen=True):
         """
         whole = tuple((range(size),) for size in shape)
         if shard is None:
-            return Cut(None, None, *whole)
+            return Cut(shape, None, None, *whole)
         side: Literal["out", "in"] = "in" if shard.dim else "out"
         granule, size = self._granule(side), shape[shard.dim]
         read, used, start = [], [], 0
@@ -127,8 +132,8 @@ class Scheme(Struct, frozen=True):
             used.append(range(start + each.start - first, start + each.stop - first))
             start += last - first
         if shard.dim:
-            return Cut(None, tuple(read), whole[0], tuple(used))
-        return Cut(tuple(read), None, tuple(used), whole[1])
+            return Cut(shape, None, tuple(read), whole[0], tuple(used))
+        return Cut(shape, tuple(read), None, tuple(used), whole[1])
 
     def _granule(self, side: Literal["out", "in"]) -> int:
         """Return the number of features, of which a part of every tensor can be cut that is divided."""
@@ -146,7 +151,7 @@ def shard_of(tensor: StoredTensor, cut: Cut) -> Shard | None:
     for dim, axis in enumerate(tensor.axes):
         if isinstance(axis, int) or axis.is_whole:
             continue
-        ranges = cut.out if axis.of == "out" else cut.inputs
+        ranges = {"out": cut.out, "in": cut.inputs, "all": None}[axis.of]
         if ranges is not None:
             ends = (range(each.start // axis.features, -(-each.stop // axis.features)) for each in ranges)
             return Shard(
@@ -207,6 +212,10 @@ _OF_INPUTS = (".input_scale", ".input_zero_point")
 """Suffixes of how inputs are quantised, which are not where weights are widened."""
 MX_GROUP = 32
 """Numbers that share a scale in the microscaling formats, 2 ** (scale - 127)."""
+BNB_BLOCK = 64
+"""Numbers that share a scale in bitsandbytes."""
+BNB_NESTED_BLOCK = 256
+"""Scales that share one, if they are quantised."""
 
 
 class _PackedScheme(Scheme, frozen=True):
@@ -398,6 +407,57 @@ class Mxfp8Scheme(Scheme, frozen=True):
         check_divides(layer, "inputs", shape[1], MX_GROUP)
 
 
+class Bnb4Scheme(Scheme, frozen=True):
+    """bitsandbytes in 4 bits (QLoRA, arXiv 2305.14314): places in a table of 16 numbers, two in a byte, row after row
+    without regard to their ends, and a scale per 64, which may be in 8 bits in turn."""
+
+    title: ClassVar[str] = "bitsandbytes, 4 bits"
+    is_told_by_storage: ClassVar[bool] = True
+    kind: Literal["nf4", "fp4"]
+    is_double: bool = False
+    """Whether the scales are quantised as well."""
+
+    @property
+    def about(self) -> str:
+        return f"bitsandbytes {self.kind}{', scales quantised' if self.is_double else ''}"
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        blocks = Axis("all", BNB_BLOCK)
+        found = [
+            StoredTensor(".weight", "U8", (Axis("all", 2), 1)),
+            StoredTensor(".weight.absmax", "U8" if self.is_double else None, (blocks,)),
+            StoredTensor(".weight.quant_map", None, (16,)),
+            StoredTensor(f".weight.quant_state.bitsandbytes__{self.kind}", "JSON", ()),
+        ]
+        if self.is_double:
+            scales = Axis("all", BNB_BLOCK * BNB_NESTED_BLOCK)
+            found.append(StoredTensor(".weight.nested_absmax", None, (scales,)))
+            found.append(StoredTensor(".weight.nested_quant_map", None, (256,)))
+        return tuple(found)
+
+    def cut(self, shape: tuple[int, int], shard: Shard | None) -> Cut:
+        used: list[tuple[range, ...]] = [(range(size),) for size in shape]
+        if shard is not None:
+            used[shard.dim] = shard.ranges
+        return Cut(shape, None, None, used[0], used[1])
+
+
+class Bnb8Scheme(Scheme, frozen=True):
+    """bitsandbytes in 8 bits (LLM.int8(), arXiv 2208.07339): the largest magnitude of an output is 127."""
+
+    title: ClassVar[str] = "bitsandbytes int8"
+    is_told_by_storage: ClassVar[bool] = True
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        return (
+            StoredTensor(".weight", "I8", (Axis("out"), Axis("in"))),
+            StoredTensor(".SCB", None, (Axis("out"),)),
+            StoredTensor(".weight_format", "U8", (), is_optional=True),
+        )
+
+
 class Mxfp4ExpertsScheme(Scheme, frozen=True):
     """gpt-oss' experts in MXFP4, all of a layer stacked: `take_mxfp4` of `layers.linear_method` reads them."""
 
@@ -413,6 +473,8 @@ SCHEMES: tuple[type[Scheme], ...] = (
     IntScheme,
     Nvfp4Scheme,
     Mxfp8Scheme,
+    Bnb4Scheme,
+    Bnb8Scheme,
     Mxfp4ExpertsScheme,
 )
 """Every scheme that is read."""

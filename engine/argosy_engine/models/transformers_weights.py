@@ -34,8 +34,9 @@ from argosy_engine.distributed.parallel_state import Communicator
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.layers.linear import LinearSpec
 from argosy_engine.layers.linear_method import SchemeLinearMethod, take_mxfp4
+from argosy_engine.layers.scheme_weights import BnbState
 from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
-from argosy_engine.model_configs.weight_schemes import Scheme
+from argosy_engine.model_configs.weight_schemes import Bnb4Scheme, Scheme
 from argosy_engine.model_configs.wrapper_config import text_name, without_parts
 from argosy_engine.models.transformers_attention import STEP
 from argosy_engine.models.transformers_classes import (
@@ -273,7 +274,7 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
                     raise _misfit(path, name, "is the scale of a weight that is not quantised")
                 continue
             if tensor.dtype == weight.dtype and len(tensor.shape) == len(weight.axes):
-                shape = scheme.shape_of(tuple(tensor.shape))
+                shape = _shape(weights, layer, scheme, tensor)
                 _check_parts(path, whole, scheme, shape, stored)
                 found[whole + ".weight"] = linear(layer, shape)
                 continue
@@ -290,6 +291,19 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
     return found
 
 
+def _shape(weights: SafetensorsWeights, layer: str, scheme: Scheme, tensor: StoredTensor) -> tuple[int, int]:
+    """Return the shape [out, in] of a layer's weight."""
+    if not isinstance(scheme, Bnb4Scheme):
+        return scheme.shape_of(tuple(tensor.shape))
+    name = f"{layer}.weight.quant_state.bitsandbytes__{scheme.kind}"
+    if name not in weights.names:
+        raise _misfit(weights.path, layer + ".weight", f"is U8, and there is no {name}")
+    shape = BnbState.of(name, weights.take_bytes(name)).shape
+    if scheme.tensors[0].shape(shape) != tuple(tensor.shape):
+        raise _misfit(weights.path, layer + ".weight", f"is {tensor.shape}, of a weight {list(shape)}")
+    return shape
+
+
 def _check_parts(
     path: Path, layer: str, scheme: Scheme, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
 ) -> None:
@@ -303,7 +317,7 @@ def _check_parts(
         if name not in stored:
             if not part.is_optional:
                 raise _misfit(path, layer + weight.suffix, f"is {weight.dtype}, and there is no {name}")
-        elif part.dtype is not None:
+        elif part.dtype not in (None, "JSON"):
             found, sizes = stored[name], part.shape(shape)
             if found.dtype != part.dtype or tuple(found.shape) != sizes:
                 raise _misfit(path, name, f"is {found.dtype} {found.shape}, not {part.dtype} {list(sizes)}")
