@@ -8,6 +8,7 @@ from pathlib import Path
 from docs_reference.__main__ import render
 from docs_reference.chart import comments_of
 from docs_reference.environment import VARIABLES
+from docs_reference.weight_formats import with_table
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -21,6 +22,11 @@ def test_pages_are_up_to_date() -> None:
     assert {path.name for path in REFERENCE.iterdir()} - others == set(pages)
     for name, text in pages.items():
         assert (REFERENCE / name).read_text("utf-8") == text, "run `make generate`"
+
+
+def test_the_table_of_weight_formats_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "supported-models.md").read_text("utf-8")
+    assert with_table(text) == text, "run `make generate`"
 
 
 def test_every_environment_variable_is_documented_and_exists() -> None:

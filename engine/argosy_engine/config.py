@@ -112,7 +112,9 @@ _REFUSED_LEVELS = {
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["fp8", "compressed-tensors", "modelopt", "mxfp4"]
+Quantization = Literal[
+    "fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq", "auto-round", "bitsandbytes"
+]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 _DTYPES_OF_MODELS = tuple(
     (dtype, "without the flag keys and values have the model's dtype, which --dtype sets; leave it out")
@@ -123,17 +125,23 @@ _REFUSED_CACHE_DTYPES = tuple(
     (dtype, "keys and values in 8 bits are fp8 (e4m3); use it, or leave the flag out")
     for dtype in ("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
 )
-_QUANTIZATION_ALIASES = (("modelopt_fp8", "modelopt"), ("gpt_oss_mxfp4", "mxfp4"))
+_QUANTIZATION_ALIASES = (
+    *((name, "modelopt") for name in ("modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")),
+    ("gpt_oss_mxfp4", "mxfp4"),
+    ("gptq_marlin", "gptq"),
+    ("awq_marlin", "awq"),
+    ("cpu_awq", "awq"),
+    ("inc", "auto-round"),
+)
 _REFUSED_QUANTIZATIONS = tuple(
     (
         method,
-        f"such weights are not read yet; serve an FP8 checkpoint or the unquantised one, {OTHER_ENGINES}",
+        "such weights are not read; leave the flag out to take what config.json says, or serve another checkpoint, "
+        f"{OTHER_ENGINES}",
     )
     for method in (
-        *("awq", "awq_marlin", "gptq", "gptq_marlin", "marlin", "moe_wna16", "cpu_awq", "auto-round", "inc"),
-        *("bitsandbytes", "gguf", "torchao", "quark", "humming", "int8", "tpu_int8", "experts_int8"),
-        *("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "mxfp8"),
-        *("fbgemm_fp8", "ptpc_fp8"),
+        *("marlin", "moe_wna16", "gguf", "torchao", "quark", "humming", "int8", "tpu_int8", "experts_int8"),
+        *("mxfp8", "fbgemm_fp8", "ptpc_fp8"),
     )
 )
 _LOAD_FORMATS = tuple(

@@ -18,6 +18,7 @@ from docs_reference.flags import groups_of
 from docs_reference.markdown import page
 from docs_reference.metrics import metrics_page
 from docs_reference.resource import resource_page
+from docs_reference.weight_formats import with_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,12 +53,14 @@ def render() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages into a directory."""
+    """Write the pages into a directory, and the table of weight formats into the page beside it."""
     parser = argparse.ArgumentParser(prog="python -m docs_reference", description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args(argv).directory
     for name, text in render().items():
         (directory / name).write_text(text, "utf-8")
+    page_of_models = directory.parent / "supported-models.md"
+    page_of_models.write_text(with_table(page_of_models.read_text("utf-8")), "utf-8")
     return 0
 
 

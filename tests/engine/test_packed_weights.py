@@ -15,12 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from argosy_engine.api.doctor import diagnose
+from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.sizing.resources import DeviceMemory
 from packed_checkpoints import FORMATS, pack_checkpoint
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
@@ -73,6 +76,34 @@ def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_p
 def test_greedy_tokens_are_those_of_transformers(form: str, model_type: str, tmp_path: Path) -> None:
     reference = write(tmp_path, form, model_type)
     assert served(reference, tmp_path)[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_doctor_says_what_becomes_of_the_weights_and_counts_them_widened(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form)
+    tokenizer = (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
+    found = []
+    for path in (tmp_path, tmp_path / "widened"):
+        (path / "tokenizer.json").write_bytes(tokenizer)
+        memory = DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30)
+        found.append(diagnose(EngineArgs.of(model=str(path), dtype="float32"), memory))
+    assert all(each.budget is not None for each in found)
+    quantised, plain = (each.budget.weights_bytes for each in found if each.budget is not None)
+    assert plain <= quantised <= 1.001 * plain
+    config = load_model_config(tmp_path).quantization
+    assert config is not None
+    assert found[0].weights is not None
+    assert re.fullmatch(
+        rf"weights in .+ \({config.method}\): widened to float32 at load, because .+; .+ in the files",
+        found[0].weights,
+    )
+    assert found[1].weights is None
+
+
+def test_random_weights_stand_for_quantised_ones(tmp_path: Path) -> None:
+    write(tmp_path, "gptq-4-order")
+    drawn = [logits_of(path, load_format="dummy") for path in (tmp_path, tmp_path / "widened")]
+    assert torch.equal(*drawn)
 
 
 Tensors = dict[str, torch.Tensor]

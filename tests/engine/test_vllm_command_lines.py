@@ -259,10 +259,10 @@ def test_flags_of_earlier_versions_without_effect_are_accepted(capsys: pytest.Ca
         ("--speculative-model x", "--speculative-model is not supported"),
         ("--tokenizer-revision x", "or a directory (--tokenizer)"),
         (
-            "-q awq_marlin",
-            "awq_marlin is not supported: such weights are not read yet; serve an FP8 checkpoint",
+            "-q torchao",
+            "torchao is not supported: such weights are not read; leave the flag out to take what config.json says",
         ),
-        ("--quantization gptq", "engine.type vllm in an InferenceService, or argosy router --replica"),
+        ("--quantization gguf", "engine.type vllm in an InferenceService, or argosy router --replica"),
         ("--load-format tensorizer", "tensorizer is not supported: weights are read from safetensors files"),
         ("--kv-cache-dtype fp8_e5m2", "fp8_e5m2 is not supported: keys and values in 8 bits are fp8 (e4m3)"),
         ('--profiler-config {"profiler":"torch"}', "--profiler-config is not supported"),

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from argosy_engine.attention.selector import AttentionNeeds, select_backend
@@ -49,6 +50,8 @@ def logits_of(
     )
     if not isinstance(config, TransformersConfig):  # whose names are not the checkpoint's
         planned = config
+        if load_format == "dummy" and config.quantization is not None and config.quantization.is_widened:
+            planned = msgspec.structs.replace(config, quantization=None)
         if load_format != "dummy":
             planned = with_stored_layers(with_stored_experts(path, config), checkpoint_elements(path))
         assert loaded.elements == plan_weights(planned, torch.float32, sharding).elements

@@ -23,7 +23,7 @@ from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
 from argosy_engine.checkpoint.model_folder import check_folder
-from argosy_engine.checkpoint.shards import checkpoint_elements
+from argosy_engine.checkpoint.shards import checkpoint_elements, read_shards
 from argosy_engine.checkpoint.stored_tensors import (
     check_further_layers,
     check_label_head,
@@ -41,6 +41,7 @@ from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
     no_fp8_product,
+    what_becomes,
 )
 from argosy_engine.model_configs.sharding import (
     Stage,
@@ -48,7 +49,7 @@ from argosy_engine.model_configs.sharding import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
-from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
+from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
 from argosy_engine.parsers.parser_registry import choose_parsers
@@ -104,6 +105,8 @@ class Diagnosis(Struct, kw_only=True):
     parsers: str | None = None
     """How tool calls and reasoning are parsed, and what speaks against that, if the model generates and is on this
     machine."""
+    weights: str | None = None
+    """In which schemes quantised weights are, what becomes of them at load and why, and their size in the files."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -171,7 +174,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         source = find_tokenizer(tokenizer or path, args.tokenizer_mode) if has_tokenizer else None
         parsers = _parsers(args, path, source) if config.pooling is None and not is_remote(args) else None
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
-        is_foreign = isinstance(config, TransformersConfig)
+        is_foreign, stored_bytes = isinstance(config, TransformersConfig), 0
         reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
             if not is_foreign:  # whose loader knows other names
@@ -184,6 +187,11 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             elif config.wrapper is None and not isinstance(config, EncoderConfig):
                 check_further_layers(path, config, elements)
                 check_label_head(path, config, elements)
+            stored_bytes = sum(
+                tensor.data_offsets[1] - tensor.data_offsets[0]
+                for shard in read_shards(path)
+                for tensor in shard.tensors.values()
+            )
             if not is_remote(args):  # of which there are headers only
                 config = with_stored_head(path, config)
     ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
@@ -204,6 +212,10 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     backend = select_backend(needs, args.attention_backend)
     refusal = no_fp8_product(dtype, device.device, backend.name in ("triton", "flash_attn"))
     check_online_quantization(config.quantization, args.quantization, refusal)
+    weights: str | None = None
+    if config.quantization is not None:
+        weights = what_becomes(config.quantization, dtype, WIDENS if is_foreign else refusal)
+        weights += f"; {size(stored_bytes)} in the files" if stored_bytes else ""
     diagnosis = Diagnosis(
         fits=False,
         model=args.canonical_name,
@@ -219,6 +231,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         tokenizer=None if source is None else str(source),
         parsers=parsers,
         data_parallel_size=args.data_parallel_size,
+        weights=weights,
     )
     try:
         budget = scarcest(
@@ -325,6 +338,8 @@ def _render(diagnosis: Diagnosis) -> str:
         lines.append(f"tokenizer {diagnosis.tokenizer}")
     if diagnosis.parsers is not None:
         lines.append(f"parsers {diagnosis.parsers}")
+    if diagnosis.weights is not None:
+        lines.append(diagnosis.weights)
     if diagnosis.budget is not None:
         lines.append(budget_table(*[diagnosis.budget] * diagnosis.data_parallel_size))
     lines.append(f"does not fit: {diagnosis.problem}" if diagnosis.problem else "fits")

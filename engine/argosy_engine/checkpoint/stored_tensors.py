@@ -126,7 +126,8 @@ def check_names(path: Path, config: ModelConfig, names: Collection[str]) -> None
     missing = []
     if not any(name.endswith(EMBEDDINGS) for name in names):
         missing.append("the embedding is missing")
-    if HEAD not in names and config.pooling is None and not config.tie_word_embeddings:
+    has_head = any(name.startswith("lm_head.") for name in names)  # quantised it has other names
+    if not has_head and config.pooling is None and not config.tie_word_embeddings:
         missing.append(f"{HEAD} is missing, and {NO_HEAD}")
     layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
     if absent := [index for index in range(config.num_hidden_layers) if index not in layers]:

@@ -42,6 +42,7 @@ from argosy_engine.model_configs.quantization_config import (
     check_quantization,
     is_multiplied,
     no_fp8_product,
+    what_becomes,
 )
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
@@ -244,14 +245,10 @@ def linear_method(
         if quantization is None:
             return LinearMethod(is_traceable=is_traceable)
         return OnlineFp8LinearMethod(_quantize_rows())
-    found, name = config.quantization, str(dtype).removeprefix("torch.")
-    forms = ", ".join(scheme.about for scheme in (*found.schemes, *filter(None, [found.experts])))
-    if found.is_widened or reason is not None:
-        because = "" if found.is_widened else f", because {reason}"
-        logger.info("weights in %s (%s): widened to %s at load%s", forms, found.method, name, because)
-        return SchemeLinearMethod(found)
-    logger.info("weights in %s (%s): multiplied in FP8", forms, found.method)
-    return SchemeLinearMethod(found, Fp8Product(_quantize_rows()))
+    found = config.quantization
+    logger.info("%s", what_becomes(found, str(dtype).removeprefix("torch."), reason))
+    product = None if found.is_widened or reason is not None else Fp8Product(_quantize_rows())
+    return SchemeLinearMethod(found, product)
 
 
 def has_fp8_products(

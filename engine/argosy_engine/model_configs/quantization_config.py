@@ -102,7 +102,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 if needed and tensor == scheme.tensors[0]:
                     count = round(count / scheme.elements_per_number)
                     num_fp8 += count if is_multiplied(scheme) else 0
-                elif needed and not isinstance(scheme, Fp8Scheme):
+                elif needed and not is_multiplied(scheme):
                     count = 0
             elif self.experts is not None and name.endswith("_blocks"):
                 count *= 2  # numbers in a byte
@@ -215,6 +215,23 @@ def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> 
     raise ConfigError(
         f"--quantization {wanted}: the checkpoint is {is_or_not}; leave the flag out to take what config.json says"
     )
+
+
+def what_becomes(found: QuantizationConfig, dtype: str, refusal: str | None) -> str:
+    """Say in which schemes weights are, and what becomes of them when they are loaded.
+
+    Args:
+        dtype: of the activations, without `torch.`.
+        refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
+    """
+    schemes = (*found.schemes, *(() if found.experts is None else (found.experts,)))
+    forms = f"weights in {'; '.join(dict.fromkeys(each.about for each in schemes))} ({found.method})"
+    if found.is_widened or refusal is not None:
+        reason = "no kernel multiplies by them as they are" if found.is_widened else refusal
+        return f"{forms}: widened to {dtype} at load, because {reason}"
+    if all(map(is_multiplied, schemes)):
+        return f"{forms}: multiplied in FP8"
+    return f"{forms}: FP8 with scales of tensors or channels is multiplied in FP8, all else widened to {dtype} at load"
 
 
 def check_online_quantization(

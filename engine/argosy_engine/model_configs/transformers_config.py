@@ -33,6 +33,9 @@ _BOOLEANS = ("attn_temperature_tuning",)
 _COUNTED = re.compile(r"(num|n)_\w*(layers?|heads?|experts?|groups?|blocks?)")
 """Fields that say how often something is built."""
 
+WIDENS = "transformers' modelling code multiplies in the model's dtype"
+"""Why its weights are widened."""
+
 
 class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
     """A causal decoder of transformers'."""

@@ -73,6 +73,10 @@ class Scheme(Struct, frozen=True):
 
     title: ClassVar[str]
     """What the format is called."""
+    sources: ClassVar[str]
+    """`quant_method` in config.json of the checkpoints that have it, for the table in the documentation."""
+    reads: ClassVar[str]
+    """What of the format is read, for the same."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Suffixes of tensors that a checkpoint may have besides, and that are not read."""
     keeps_kept_layers: ClassVar[bool] = False
@@ -164,6 +168,12 @@ class Fp8Scheme(Scheme, frozen=True):
     """FP8 (e4m3) with a scale per tensor or per output channel."""
 
     title: ClassVar[str] = "FP8"
+    sources: ClassVar[str] = (
+        "`fp8`, `compressed-tensors` (float-quantized), `modelopt` (FP8, FP8_PER_CHANNEL_PER_TOKEN)"
+    )
+    reads: ClassVar[str] = (
+        "e4m3, a scale per tensor or output channel; inputs static, dynamic or in full precision"
+    )
     is_per_channel: bool = False
     is_static: bool = False
     """Whether inputs have a scale in the checkpoint, rather than one per token and step."""
@@ -190,6 +200,10 @@ class BlockFp8Scheme(Scheme, frozen=True):
     """FP8 (e4m3) with a scale per block of rows and columns (DeepSeek-V3, arXiv 2412.19437)."""
 
     title: ClassVar[str] = "FP8 in blocks"
+    sources: ClassVar[str] = (
+        "`fp8` with `weight_block_size`, `compressed-tensors` (strategy block), `modelopt` (FP8_PB_WO)"
+    )
+    reads: ClassVar[str] = "e4m3, a scale per block of any size"
     keeps_kept_layers: ClassVar[bool] = True
     block: tuple[int, int]
     scale: str = ".weight_scale"
@@ -254,6 +268,11 @@ class GptqScheme(_PackedScheme, frozen=True):
     """
 
     title: ClassVar[str] = "GPTQ"
+    sources: ClassVar[str] = "`gptq`, `auto-round` (auto_round:auto_gptq)"
+    reads: ClassVar[str] = (
+        "2, 3, 4 and 8 bits, groups of any size or none, `sym` or not, `desc_act`, zero points of both "
+        "formats, `dynamic`"
+    )
     is_symmetric: bool = False
     """Whether all zero points are 2 ** (bits - 1)."""
     is_ordered: bool = False
@@ -281,6 +300,8 @@ class AwqScheme(_PackedScheme, frozen=True):
     """AWQ (arXiv 2306.00978) as AutoAWQ packs it for its GEMM kernels: eight outputs in a word, out of order."""
 
     title: ClassVar[str] = "AWQ"
+    sources: ClassVar[str] = "`awq` (version gemm), `auto-round` (auto_round:auto_awq)"
+    reads: ClassVar[str] = "4 bits, groups of any size or none"
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -300,6 +321,8 @@ class PackedIntScheme(_PackedScheme, frozen=True):
     """Integers of compressed-tensors' format pack-quantized, packed along the inputs, less half their range."""
 
     title: ClassVar[str] = "compressed-tensors' packed integers"
+    sources: ClassVar[str] = "`compressed-tensors` (pack-quantized)"
+    reads: ClassVar[str] = "4 and 8 bits per group, channel or tensor, with zero points, with `actorder`"
     unused: ClassVar[tuple[str, ...]] = (".weight_shape", *_OF_INPUTS)
     is_told_by_storage: ClassVar[bool] = False
     is_per_tensor: bool = False
@@ -332,6 +355,11 @@ class IntScheme(Scheme, frozen=True):
     """Integers of up to 8 bits, each in a byte: compressed-tensors' format int-quantized."""
 
     title: ClassVar[str] = "int8"
+    sources: ClassVar[str] = "`compressed-tensors` (int-quantized)"
+    reads: ClassVar[str] = (
+        "int8 per group, channel or tensor, with zero points; inputs are left in full precision, though "
+        "the checkpoint has them quantised"
+    )
     unused: ClassVar[tuple[str, ...]] = _OF_INPUTS
     group_size: int | None = None
     """Inputs with one scale; None: all."""
@@ -368,6 +396,10 @@ class Nvfp4Scheme(Scheme, frozen=True):
     """NVFP4: pairs of e2m1 in a byte, an FP8 scale per 16 inputs, and one of the tensor."""
 
     title: ClassVar[str] = "NVFP4"
+    sources: ClassVar[str] = "`modelopt` (NVFP4), `compressed-tensors` (nvfp4-pack-quantized)"
+    reads: ClassVar[str] = (
+        "e2m1, an e4m3 scale per group, one of the tensor; inputs are left in full precision"
+    )
     unused: ClassVar[tuple[str, ...]] = (".input_global_scale", *_OF_INPUTS)
     weight: str = ".weight"
     """Suffix of the numbers."""
@@ -394,6 +426,8 @@ class Mxfp8Scheme(Scheme, frozen=True):
     """MXFP8 (OCP Microscaling Formats 1.0): FP8 (e4m3) with a power of two per 32 inputs."""
 
     title: ClassVar[str] = "MXFP8"
+    sources: ClassVar[str] = "`modelopt` (MXFP8)"
+    reads: ClassVar[str] = "e4m3, a power of two per 32 inputs; inputs are left in full precision"
     unused: ClassVar[tuple[str, ...]] = _OF_INPUTS
 
     @property
@@ -412,6 +446,8 @@ class Bnb4Scheme(Scheme, frozen=True):
     without regard to their ends, and a scale per 64, which may be in 8 bits in turn."""
 
     title: ClassVar[str] = "bitsandbytes, 4 bits"
+    sources: ClassVar[str] = "`bitsandbytes` (load_in_4bit)"
+    reads: ClassVar[str] = "nf4 and fp4, in `uint8`, with double quantisation or without"
     is_told_by_storage: ClassVar[bool] = True
     kind: Literal["nf4", "fp4"]
     is_double: bool = False
@@ -447,6 +483,8 @@ class Bnb8Scheme(Scheme, frozen=True):
     """bitsandbytes in 8 bits (LLM.int8(), arXiv 2208.07339): the largest magnitude of an output is 127."""
 
     title: ClassVar[str] = "bitsandbytes int8"
+    sources: ClassVar[str] = "`bitsandbytes` (load_in_8bit)"
+    reads: ClassVar[str] = "int8 with `SCB`; inputs are left in full precision, outliers too"
     is_told_by_storage: ClassVar[bool] = True
 
     @property
@@ -462,6 +500,8 @@ class Mxfp4ExpertsScheme(Scheme, frozen=True):
     """gpt-oss' experts in MXFP4, all of a layer stacked: `take_mxfp4` of `layers.linear_method` reads them."""
 
     title: ClassVar[str] = "MXFP4"
+    sources: ClassVar[str] = "`mxfp4`"
+    reads: ClassVar[str] = "experts of gpt-oss"
 
 
 SCHEMES: tuple[type[Scheme], ...] = (

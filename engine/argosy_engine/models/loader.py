@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from argosy_engine.attention.backend import AttentionBackend
@@ -32,8 +33,9 @@ from argosy_engine.layers.layer_compiler import LayerCompiler
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear_method import linear_method, planned_linear_method
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.quantization_config import what_becomes
 from argosy_engine.model_configs.sharding import WHOLE, WHOLE_MODEL, Sharding, Stage
-from argosy_engine.model_configs.transformers_config import EncoderConfig, TransformersConfig
+from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import without_parts
 from argosy_engine.models import registry
 from argosy_engine.models.decoder import PooledModel
@@ -152,7 +154,12 @@ def load_model(
         )
     model_class = registry.model_class(config.architecture)
     reader: SafetensorsWeights | None = None
-    if load_format != "dummy":
+    if load_format == "dummy":
+        if (
+            config.quantization is not None and config.quantization.is_widened
+        ):  # to what is drawn then at once
+            config = msgspec.structs.replace(config, quantization=None)
+    else:
         config = with_stored_experts(path, config)
         prefix, is_wrapped = model_class.checkpoint_prefix, config.wrapper is not None
         if device.type == "cuda":
@@ -236,10 +243,8 @@ def _load_transformers(
 
     config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
     if config.quantization is not None:
-        method = config.quantization.method
-        logger.info(
-            "quantised weights (%s): widened to %s at load", method, str(dtype).removeprefix("torch.")
-        )
+        name = str(dtype).removeprefix("torch.")
+        logger.info("%s", what_becomes(config.quantization, name, WIDENS))
     if compiler is not None:
         raise ConfigError(
             f"{config.architecture} is run by transformers' modelling code, whose layers are not compiled; use "

@@ -1,0 +1,27 @@
+"""The table of weight formats in docs/supported-models.md, from the schemes that the engine reads."""
+
+from __future__ import annotations
+
+from argosy_engine.model_configs.quantization_config import is_multiplied
+from argosy_engine.model_configs.weight_schemes import SCHEMES, Fp8Scheme
+
+_START, _END = "<!-- weight formats: start -->", "<!-- weight formats: end -->"
+_HEAD = ["| weights | `quant_method` | what is read | computed |", "|---|---|---|---|"]
+
+
+def with_table(text: str) -> str:
+    """Return a page with the table between its markers.
+
+    Raises:
+        ValueError: it has none.
+    """
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    if not start or not end:
+        raise ValueError(f"the page lacks {_START} or {_END}")
+    rows = []
+    for scheme in SCHEMES:
+        is_kept = scheme is Fp8Scheme and is_multiplied(Fp8Scheme())
+        computed = "in FP8 on [GPUs that can](gpu.md#fp8), else widened" if is_kept else "widened"
+        rows.append(f"| {scheme.title} | {scheme.sources} | {scheme.reads} | {computed} |")
+    return "\n".join([before + _START, *_HEAD, *rows, _END + after])
