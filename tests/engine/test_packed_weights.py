@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
+from argosy_engine.layers.experts import ExpertsSpec
+from argosy_engine.layers.linear_method import LinearMethod, SchemeLinearMethod
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
@@ -98,6 +101,26 @@ def test_doctor_says_what_becomes_of_the_weights_and_counts_them_widened(form: s
         found[0].weights,
     )
     assert found[1].weights is None
+
+
+@pytest.mark.parametrize("features", [None, range(16, 48)])
+@pytest.mark.parametrize("form", ["gptq-4-order", "mixed", "modelopt-nvfp4", "bnb-nf4"])
+def test_experts_are_stacked_widened(form: str, features: range | None, tmp_path: Path) -> None:
+    """As kernels take them that compute all of a layer."""
+    write(tmp_path, form, "qwen3_moe")
+    experts = getattr(load_model_config(tmp_path), "experts")  # noqa: B009 (not every family has them)
+    spec = ExpertsSpec("model.layers.1.mlp.", experts.routing, 64, 64, features=features)
+    stacked = []
+    for path in (tmp_path, tmp_path / "widened"):
+        weights = SafetensorsWeights(path, torch.float32, torch.device("cpu"), prefix="model.")
+        quantization = load_model_config(path).quantization
+        method = LinearMethod()
+        if quantization is not None:
+            method = SchemeLinearMethod(quantization.with_stored_layers(weights.names))
+        stacked.append(method.load_experts(weights, spec))
+    assert torch.equal(stacked[0].gate_up, stacked[1].gate_up)
+    assert torch.equal(stacked[0].down, stacked[1].down)
+    assert stacked[0].gate_up_scale is None
 
 
 def test_random_weights_stand_for_quantised_ones(tmp_path: Path) -> None:

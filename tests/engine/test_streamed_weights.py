@@ -21,6 +21,7 @@ from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import plan_weights
 from fp8_checkpoints import quantize_checkpoint
+from packed_checkpoints import FORMATS, pack_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from thread_ranks import run_threads
 from transformers_checkpoints import write_checkpoint
@@ -146,10 +147,15 @@ def test_a_model_gets_the_tensors_of_the_files(
 
 
 @pytest.mark.parametrize("sharding", [WHOLE, Sharding(1, 2)], ids=["whole", "rank"])
-@pytest.mark.parametrize("form", ["compressed-tensors-channel", "modelopt"])
-def test_fp8_weights_and_their_scales(form: str, sharding: Sharding, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form", ["compressed-tensors-channel", "modelopt", "gptq-4-order", "awq", "nvfp4-pack"]
+)
+def test_quantised_weights_and_their_scales(form: str, sharding: Sharding, tmp_path: Path) -> None:
     make_checkpoint(KINDS["llama"], tmp_path)
-    quantize_checkpoint(tmp_path, form)
+    if form in FORMATS:
+        pack_checkpoint(tmp_path, form)
+    else:
+        quantize_checkpoint(tmp_path, form)
     config = load_model_config(tmp_path)
     assert config.quantization is not None
     weights, plan, _ = open_weights(tmp_path, sharding)

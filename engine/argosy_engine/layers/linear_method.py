@@ -441,6 +441,11 @@ class SchemeLinearMethod(LinearMethod):
             if scheme is None:
                 parts[name] = take_part(weights, spec, name)
                 continue
+            if spec.is_transposed and not scheme.is_told_by_storage:  # whose tools transpose such a layer first
+                raise ConfigError(
+                    f"{name} is stored transposed, and in {scheme.about}, which is not supported; take the unquantised "
+                    "checkpoint or one in GPTQ"
+                )
             shape, shard = (spec.parts[name], spec.in_features), spec.feature_shard(name)
             parts[name] = take_weight(weights, name, scheme, shape, shard)
         return parts
