@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from argosy_engine.checkpoint.weights import Weights
 from argosy_engine.errors import ConfigError
@@ -33,7 +34,7 @@ from argosy_engine.layers.linear import (
     ordered,
 )
 from argosy_engine.layers.norms import GatedActivation
-from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_numbers, take_weight
+from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
@@ -441,7 +442,9 @@ class SchemeLinearMethod(LinearMethod):
             if scheme is None:
                 parts[name] = take_part(weights, spec, name)
                 continue
-            if spec.is_transposed and not scheme.is_told_by_storage:  # whose tools transpose such a layer first
+            if (
+                spec.is_transposed and not scheme.is_told_by_storage
+            ):  # whose tools transpose such a layer first
                 raise ConfigError(
                     f"{name} is stored transposed, and in {scheme.about}, which is not supported; take the unquantised "
                     "checkpoint or one in GPTQ"
@@ -593,12 +596,11 @@ def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: 
     if packed.is_meta:
         widths = width if cut is None else len(cut)
         return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
-    numbers = fp4_numbers(packed.device)
+    pairs = fp4_pairs(packed.device)
 
     def widen(part: torch.Tensor, at: int) -> torch.Tensor:
-        halves = torch.stack((part & 15, part >> 4), dim=-1).int()
         exponents = flat_scales[at : at + len(part)].int() - 127
-        widened = torch.ldexp(numbers[halves].flatten(2), exponents.unsqueeze(-1)).flatten(1)
+        widened = torch.ldexp(F.embedding(part.int(), pairs).flatten(2), exponents.unsqueeze(-1)).flatten(1)
         return widened if cut is None else widened[:, cut.start : cut.stop]
 
     flat_scales = scales.flatten(0, 1)

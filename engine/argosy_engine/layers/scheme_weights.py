@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from msgspec import Struct
 
 from argosy_engine.checkpoint.weights import DTYPES, Weights
@@ -118,7 +119,6 @@ def group_of_inputs(groups: int | torch.Tensor, size: int, device: torch.device)
 def widened(numbers: Numbers) -> torch.Tensor:
     """Return what rows stand for, float32 [rows, in]."""
     values, scales, zeros, groups = numbers
-    values = values.float()
     rows, size = values.shape
     if isinstance(groups, int) and size == groups * scales.shape[1]:
         values = values.view(rows, -1, groups)
@@ -128,7 +128,8 @@ def widened(numbers: Numbers) -> torch.Tensor:
         index = group_of_inputs(groups, size, values.device)
         scales = scales[:, index]
         zeros = None if zeros is None else zeros[:, index]
-    return ((values if zeros is None else values - zeros) * scales).view(rows, size)
+    out = values.to(torch.float32, copy=True)
+    return (out if zeros is None else out.sub_(zeros)).mul_(scales).view(rows, size)
 
 
 def take_weight(
@@ -187,27 +188,38 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ the first output is, the second, and so on."""
 
 
-def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Return the numbers that are packed along a dimension, uint8. The first is in the lowest bits of a word.
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the numbers that are packed along the last dimension, uint8. The first is in the lowest bits of a word.
 
     Args:
-        words: int32. Numbers that cross their ends are in as many words as they fill.
+        words: int32. Eight numbers are in as many bytes as they have bits, and may cross the ends of these.
     """
-    if 32 % bits == 0:
-        shape = [1] * (words.ndim + 1)
-        shape[dim + 1] = -1
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(shape)
-        numbers = (words.unsqueeze(dim + 1) >> shifts).bitwise_and_((1 << bits) - 1)
-        return numbers.to(torch.uint8).flatten(dim, dim + 1)
-    count = bits // math.gcd(32, bits)
-    parts = [each.long() & 0xFFFFFFFF for each in words.unflatten(dim, (-1, count)).unbind(dim + 1)]
-    found = []
-    for start in range(0, 32 * count, bits):
-        number = parts[start // 32] >> start % 32
-        if start % 32 + bits > 32:
-            number = number | parts[start // 32 + 1] << 32 - start % 32
-        found.append((number & (1 << bits) - 1).to(torch.uint8))
-    return torch.stack(found, dim=dim + 1).flatten(dim, dim + 1)
+    parts, count = _bytes_of(words).flatten(-2), 8 // bits
+    if 8 % bits:
+        eights, count = parts.unflatten(-1, (-1, bits)).int(), 8
+        parts = eights[..., 0]
+        for index in range(1, bits):
+            parts = parts | eights[..., index] << 8 * index
+    mask = (1 << bits) - 1
+    found = [(parts >> bits * index & mask).to(torch.uint8) for index in range(count)]
+    return torch.stack(found, dim=-1).flatten(-2)
+
+
+def _bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of words, uint8 [..., 4], the lowest first."""
+    return words.contiguous().view(-1).view(torch.uint8).view(*words.shape, 4)
+
+
+def pairs_of(numbers: torch.Tensor, *, is_high_first: bool) -> torch.Tensor:
+    """Return the two numbers that each byte stands for, float32 [256, 2].
+
+    Args:
+        numbers: 16.
+        is_high_first: whether the upper half of a byte is the place of the first of them.
+    """
+    every = torch.arange(256, device=numbers.device)
+    low, high = numbers[every & 15], numbers[every >> 4]
+    return torch.stack((high, low) if is_high_first else (low, high), dim=1)
 
 
 def _read_groups(scheme: GptqScheme, tensors: Tensors, cut: Cut, name: str) -> int | torch.Tensor:
@@ -230,7 +242,7 @@ def _gptq(name: str, scheme: GptqScheme, tensors: Tensors, cut: Cut) -> Reader:
     zeros = _gptq_zeros(name, scheme, tensors[".qzeros"]).t().float()
 
     def read(start: int, stop: int) -> Numbers:
-        values = unpack(qweight[:, start:stop], bits, 0).t().contiguous()
+        values = unpack(qweight[:, start:stop].t(), bits)
         return Numbers(values, scales[start:stop], zeros[start:stop], groups)
 
     return read
@@ -240,12 +252,12 @@ def _gptq_zeros(name: str, scheme: GptqScheme, qzeros: torch.Tensor) -> torch.Te
     """Return zero points, uint8 [groups, out]."""
     bits, middle = scheme.bits, 1 << (scheme.bits - 1)
     if scheme.is_v2:
-        zeros = unpack(qzeros, bits, 1)
+        zeros = unpack(qzeros, bits)
     elif 32 % bits:
-        zeros = (unpack(qzeros, bits, 1) + 1) & ((1 << bits) - 1)
+        zeros = (unpack(qzeros, bits) + 1) & ((1 << bits) - 1)
     else:  # as GPTQModel subtracts and adds it: where a number overflows, it carries
         ones = sum(1 << shift for shift in range(0, 32, bits))
-        zeros = unpack(qzeros + torch.tensor(ones, dtype=torch.int32, device=qzeros.device), bits, 1)
+        zeros = unpack(qzeros + torch.tensor(ones, dtype=torch.int32, device=qzeros.device), bits)
     if scheme.is_symmetric and not bool((zeros == middle).all()):
         raise ConfigError(
             f"{name}.qzeros has other zero points than {middle}, and quantization_config says that it is symmetric; "
@@ -256,20 +268,22 @@ def _gptq_zeros(name: str, scheme: GptqScheme, qzeros: torch.Tensor) -> torch.Te
 
 def _awq(_: str, scheme: AwqScheme, tensors: Tensors, cut: Cut) -> Reader:
     qweight, scales = tensors[".qweight"], tensors[".scales"].t()
-    zeros = _awq_numbers(tensors[".qzeros"]).t().float()
+    zeros = _awq_numbers(tensors[".qzeros"]).float()
     groups = scheme.group_size or len(qweight)
 
     def read(start: int, stop: int) -> Numbers:
         first = start // 8
-        values = _awq_numbers(qweight[:, first : -(-stop // 8)])[:, start - first * 8 : stop - first * 8]
-        return Numbers(values.t().contiguous(), scales[start:stop], zeros[start:stop], groups)
+        values = _awq_numbers(qweight[:, first : -(-stop // 8)])[start - first * 8 : stop - first * 8]
+        return Numbers(values, scales[start:stop], zeros[start:stop], groups)
 
     return read
 
 
 def _awq_numbers(words: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of words [rows, n] in order, uint8 [rows, 8 * n]."""
-    return unpack(words, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+    """Return the numbers of words [n, out / 8], uint8 [out, n]."""
+    parts = _bytes_of(words.t())
+    found = [parts[..., place // 2] >> 4 * (place % 2) & 15 for place in _AWQ_PLACES]
+    return torch.stack(found, dim=1).flatten(0, 1)
 
 
 def _order(name: str, index: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -293,13 +307,13 @@ def _packed_int(name: str, scheme: PackedIntScheme, tensors: Tensors, cut: Cut) 
         scales = scales.expand(len(packed)).unsqueeze(1)
     zeros: torch.Tensor | None = None
     if not scheme.is_symmetric:
-        zeros = unpack(tensors[".weight_zero_point"], bits, 0).float() - middle
+        zeros = unpack(tensors[".weight_zero_point"].t(), bits).t().float() - middle
     groups: int | torch.Tensor = scheme.group_size or packed.shape[1] * scheme.granule
     if scheme.is_ordered:
         groups = _order(name + ".weight_g_idx", tensors[".weight_g_idx"], scales.shape[1])
 
     def read(start: int, stop: int) -> Numbers:
-        values = unpack(packed[start:stop], bits, 1).to(torch.int16).sub_(middle).to(torch.int8)
+        values = (unpack(packed[start:stop], bits) - middle).view(torch.int8)
         return Numbers(values, scales[start:stop], None if zeros is None else zeros[start:stop], groups)
 
     return read
@@ -319,23 +333,23 @@ def _int(_: str, scheme: IntScheme, tensors: Tensors, cut: Cut) -> Reader:
     return read
 
 
-def fp4_numbers(device: torch.device) -> torch.Tensor:
-    """Return the 16 numbers of e2m1, float32."""
+def fp4_pairs(device: torch.device) -> torch.Tensor:
+    """Return the two numbers (e2m1) that each byte stands for, float32 [256, 2]."""
     numbers = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    return torch.tensor((*numbers, *(-each for each in numbers)), device=device)
+    signed = torch.tensor((*numbers, *(-each for each in numbers)), device=device)
+    return pairs_of(signed, is_high_first=False)
 
 
 def _nvfp4(name: str, scheme: Nvfp4Scheme, tensors: Tensors, cut: Cut) -> Reader:
     packed, scale = tensors[scheme.weight], tensors[scheme.tensor_scale]
-    numbers, scales = fp4_numbers(packed.device), tensors[".weight_scale"].float()
+    pairs, scales = fp4_pairs(packed.device), tensors[".weight_scale"].float()
     if not bool(scales.isfinite().all()):
         raise _not_finite(name + ".weight_scale")
     scales = scales / scale if scheme.divides else scales * scale
 
     def read(start: int, stop: int) -> Numbers:
-        part = packed[start:stop]
-        halves = torch.stack((part & 15, part >> 4), dim=-1).flatten(1)
-        return Numbers(numbers[halves.int()], scales[start:stop], None, scheme.group_size)
+        values = F.embedding(packed[start:stop].int(), pairs).flatten(1)
+        return Numbers(values, scales[start:stop], None, scheme.group_size)
 
     return read
 
@@ -393,16 +407,18 @@ def _bnb4(name: str, scheme: Bnb4Scheme, tensors: Tensors, cut: Cut) -> Reader:
     if scheme.is_double:
         nested = tensors[".weight.nested_absmax"].repeat_interleave(BNB_NESTED_BLOCK)[: len(scales)]
         scales = tensors[".weight.nested_quant_map"][scales.int()] * nested + offset
-    flat = packed.flatten()
+    pairs, flat = pairs_of(numbers, is_high_first=True), packed.flatten()
 
     def read(start: int, stop: int) -> Numbers:
         first, last = start * columns, stop * columns
-        part = flat[first // 2 : -(-last // 2)]
-        halves = torch.stack((part >> 4, part & 15), dim=-1).flatten()[first % 2 :][: last - first]
-        blocks = torch.arange(first, last, device=flat.device) // BNB_BLOCK
-        values = (numbers[halves.int()] * scales[blocks]).view(stop - start, columns)
+        values = F.embedding(flat[first // 2 : -(-last // 2)].int(), pairs).flatten()
+        values = values[first % 2 :][: last - first].view(stop - start, columns)
+        blocks = slice(first // BNB_BLOCK, last // BNB_BLOCK)
+        if columns % BNB_BLOCK == 0:
+            return Numbers(values, scales[blocks].view(stop - start, -1), None, BNB_BLOCK)
+        index = torch.arange(first, last, device=flat.device) // BNB_BLOCK  # rows end within blocks
         ones = torch.ones(stop - start, 1, device=flat.device)
-        return Numbers(values, ones, None, columns)
+        return Numbers(values * scales[index].view_as(values), ones, None, columns)
 
     return read
 
