@@ -353,6 +353,8 @@ def test_layers_that_are_not_quantised(pattern: str, names: set[str]) -> None:
         (r"re:.*layers\.[0-9]+\.mlp\.experts\.[0-9]+\..*", {"model.layers.9.mlp.experts.3.up_proj"}),
         ("re:.*layers.[1-3][0-9].*attn.*", {"model.layers.10.self_attn.q_proj"}),
         ("re:.*lm_head", {"lm_head"}),
+        (r"re:.*mlp.*\.(gate|up|gate_up|down)_proj.*", {"model.layers.9.mlp.experts.3.up_proj"}),
+        (r"re:model.*(?:q|k)_proj$", {"model.layers.10.self_attn.q_proj"}),
         ("re:visual.*", set()),
     ],
 )
@@ -377,6 +379,12 @@ def test_expressions_as_they_are_written_are_understood(pattern: str, names: set
         "[z-a]",
         "a$b",
         "." * 99 + "+*",
+        "(a|b)+",
+        "(a|b)*c",
+        "(a|b)(c|d)",
+        "(a.|b)",
+        "(a*|b)",
+        "(" + "|".join("abcdefghijklmnopq") + ")",
     ],
 )
 def test_expressions_that_may_take_long_are_refused(pattern: str) -> None:

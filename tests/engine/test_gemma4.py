@@ -18,12 +18,8 @@ from argosy_engine.checkpoint.weights import WeightPlan
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.model_configs.gemma_config import Gemma4Config
-from argosy_engine.model_configs.sharding import (
-    Sharding,
-    Stage,
-    check_pipeline_parallel,
-    check_tensor_parallel,
-)
+from argosy_engine.model_configs.model_config import check_pipeline_parallel, check_tensor_parallel
+from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.models.config_file import load_model_config, parse_config
 from argosy_engine.models.gemma import Gemma4
 from argosy_engine.models.loader import load_model

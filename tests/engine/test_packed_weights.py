@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_doctor_says_what_becomes_of_the_weights_and_counts_them_widened(form: s
         found[0].weights,
     )
     assert found[1].weights is None
+
+
+@pytest.mark.parametrize("form", ["gptq-4", "pack-8", "bnb-nf4"])
+def test_a_quantised_output_head(form: str, tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path, vocab_size=320)
+    config = FORMATS[form].config | ({"lm_head": True} if form.startswith("gptq") else {"ignore": []})
+    pack_checkpoint(tmp_path, FORMATS[form]._replace(config=config), has_head=True)
+    exact = logits_of(tmp_path / "widened")
+    assert torch.equal(logits_of(tmp_path), exact)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], exact, atol=1e-4, rtol=1e-4)
+    (tmp_path / "tokenizer.json").write_bytes(
+        (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
+    )
+    memory = DeviceMemory("cpu", "a CPU", 8 << 30, 8 << 30)
+    assert diagnose(EngineArgs.of(model=str(tmp_path)), memory).fits
 
 
 @pytest.mark.parametrize("features", [None, range(16, 48)])
@@ -275,14 +292,32 @@ def test_descriptions_that_do_not_fit_are_refused(
     assert re.search(message, refusal(tmp_path))
 
 
-def test_biases_of_zeros_that_the_model_has_not_are_no_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "arcee"])
+def test_biases_of_zeros_that_the_model_has_not_are_no_fault(model_type: str, tmp_path: Path) -> None:
     """AutoGPTQ once wrote them for every layer."""
-    write_checkpoint("llama", tmp_path)
-    pack_checkpoint(tmp_path, "gptq-4")
+    write(tmp_path, "gptq-4", model_type)
     change_tensors(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(96)}))
     assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
     change_tensors(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.ones(96)}))
-    assert f"unexpected: {LAYER}.bias" in refusal(tmp_path)
+    assert re.search(f"(unexpected|does not use): {LAYER}.bias", refusal(tmp_path))
+
+
+def test_the_flag_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    assert "the checkpoint is quantised by awq" in refusal(tmp_path, quantization="gptq")
+    with closing(InprocClient(EngineArgs.of(model=str(tmp_path), quantization="awq", **EXACT))) as client:
+        assert client.config.dtype == "float32"
+
+
+def test_layers_that_are_left_out_by_an_expression_that_is_not_understood(tmp_path: Path) -> None:
+    """The file tells them."""
+    write(tmp_path, "gptq-dynamic")
+    dynamic = {r"-:^(?!.*(q|k|o|up|down|gate)_proj).*": {}, "+:.*k_proj": {"bits": 8, "group_size": 16}}
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["quantization_config"]["dynamic"] = dynamic
+    file.write_text(json.dumps(raw))
+    assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
 
 
 def test_zero_points_of_0_survive_the_first_format(tmp_path: Path) -> None:

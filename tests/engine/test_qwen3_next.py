@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.hybrid_config import Qwen3NextConfig
-from argosy_engine.model_configs.sharding import Sharding, check_pipeline_parallel, check_tensor_parallel
+from argosy_engine.model_configs.model_config import check_pipeline_parallel, check_tensor_parallel
+from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config, parse_config
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads

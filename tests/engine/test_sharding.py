@@ -19,7 +19,8 @@ from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear_method import LinearMethod
 from argosy_engine.model_configs.experts_config import RoutingSpec
 from argosy_engine.model_configs.llama_config import LlamaConfig
-from argosy_engine.model_configs.sharding import Sharding, check_tensor_parallel
+from argosy_engine.model_configs.model_config import check_tensor_parallel
+from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import plan_weights

@@ -463,15 +463,19 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def pack_checkpoint(path: Path, form: str | Format) -> None:
+def pack_checkpoint(path: Path, form: str | Format, *, has_head: bool = False) -> None:
     """Quantise the projections of a checkpoint of one file in place.
 
     config.json gets the description, and a checkpoint beside it in `widened/` holds what the numbers stand for.
+
+    Args:
+        has_head: whether the output head is quantised as well.
     """
     form = FORMATS[form] if isinstance(form, str) else form
     stored = load_file(path / "model.safetensors")
     widened = dict(stored)
-    for name in [each for each in stored if each.endswith("_proj.weight")]:
+    ends = ("_proj.weight", "lm_head.weight") if has_head else "_proj.weight"
+    for name in [each for each in stored if each.endswith(ends)]:
         layer = name.removesuffix(".weight")
         if (packed := form.pack(layer, stored[name])) is None:
             continue

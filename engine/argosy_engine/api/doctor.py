@@ -36,19 +36,19 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.model_source import budget_table, is_remote, model_headers, size
-from argosy_engine.model_configs.model_config import ModelConfig, read_json
+from argosy_engine.model_configs.model_config import (
+    ModelConfig,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+    read_json,
+)
 from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
     no_fp8_product,
     what_becomes,
 )
-from argosy_engine.model_configs.sharding import (
-    Stage,
-    all_stages,
-    check_pipeline_parallel,
-    check_tensor_parallel,
-)
+from argosy_engine.model_configs.sharding import Stage, all_stages
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours

@@ -348,7 +348,7 @@ class SafetensorsWeights(Weights):
             and not any(re.fullmatch(pattern, name) for pattern in ignored)
         ]
         # AutoGPTQ once wrote biases for layers that have none.
-        unexpected = [name for name in unexpected if not self._is_bias_of_zeros(name)]
+        unexpected = [name for name in unexpected if not self.is_bias_of_zeros(name)]
         misshaped, quantised = [], []
         for name, shape in plan.shapes.items():
             if name not in slices:
@@ -373,7 +373,8 @@ class SafetensorsWeights(Weights):
                 text += f"; {NO_SCORE}"
             raise ConfigError(f"the tensors of {self.path} do not fit its config.json: {text}")
 
-    def _is_bias_of_zeros(self, name: str) -> bool:
+    def is_bias_of_zeros(self, name: str) -> bool:
+        """Whether a tensor is the bias of a layer in GPTQ, and adds nothing."""
         is_packed = name.endswith(".bias") and name.removesuffix("bias") + "qweight" in self._files
         return is_packed and not bool(self._read(name).any())
 

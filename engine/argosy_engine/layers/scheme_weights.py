@@ -35,7 +35,7 @@ from argosy_engine.model_configs.weight_schemes import (
     Nvfp4Scheme,
     PackedIntScheme,
     Scheme,
-    StoredTensor,
+    SchemeTensor,
     shard_of,
 )
 
@@ -154,7 +154,7 @@ def take_weight(
 
 
 def _take(
-    weights: Weights, name: str, stored: StoredTensor, shape: tuple[int, int], cut: Cut
+    weights: Weights, name: str, stored: SchemeTensor, shape: tuple[int, int], cut: Cut
 ) -> torch.Tensor | None:
     if stored.dtype == "JSON":
         return weights.take_bytes(name + stored.suffix)

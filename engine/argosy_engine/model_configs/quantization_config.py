@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme, StoredTensor
+from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme, SchemeTensor
 
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
@@ -29,6 +29,9 @@ _DIGIT = r"\\d|\[0-9\]"
 _CLASS = r"\[\^?[\w.-]+\]"
 _ATOM = rf"(?:[\w:/ .-]|\\[.dw_-]|{_CLASS})"
 _EXPRESSION = re.compile(rf"\^?(?:{_ATOM}[*+]?)*\$?", re.ASCII)
+_WORD = r"(?:[\w/ -]|\\[._-])+"
+_ALTERNATIVES = re.compile(rf"\((?:\?:)?{_WORD}(?:\|{_WORD}){{1,15}}\)(?![*+?{{])", re.ASCII)
+"""One of a few words, of which an expression may have one place: its time grows with their number."""
 _DIGITS_REPEATED = re.compile(rf"(?:{_DIGIT})[*+]")
 
 
@@ -76,7 +79,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         """Whether all weights are widened on every device as they are loaded."""
         return not any(map(is_multiplied, self.schemes))
 
-    def stored_tensor(self, name: str) -> tuple[str, Scheme, StoredTensor] | None:
+    def stored_tensor(self, name: str) -> tuple[str, Scheme, SchemeTensor] | None:
         """Return the layer that a tensor of a checkpoint belongs to, its scheme, and which of its tensors it is; None:
         it is none of a quantised layer."""
         for suffix in self._suffixes:
@@ -291,7 +294,7 @@ def layer_names(value: Any) -> tuple[str, ...]:
 
 
 def _check_expression(pattern: str) -> None:
-    """Refuse regular expressions but those of a few repeated characters, whose matching is fast.
+    """Refuse regular expressions but those of a few repeated characters and one choice of words, which match fast.
 
     Runs of digits are counted by themselves, because those of a layer's name are short. A `.*` at the end costs
     nothing.
@@ -300,11 +303,13 @@ def _check_expression(pattern: str) -> None:
     others = len(re.findall(r"[*+]", pattern.removesuffix(".*"))) - digits
     try:
         re.compile(pattern)
-        is_simple = bool(_EXPRESSION.fullmatch(pattern)) and max(digits, others) <= _MAX_REPEATS
+        plain = _ALTERNATIVES.sub("x", pattern, count=1)
+        is_simple = bool(_EXPRESSION.fullmatch(plain)) and max(digits, others) <= _MAX_REPEATS
     except (re.error, OverflowError, RecursionError):
         is_simple = False
     if not is_simple:
         raise ConfigError(
             f"the pattern {pattern!r} of layers in quantization_config is malformed or too complex: only plain text, "
-            f"classes of characters and {_MAX_REPEATS} repetitions (.*) are supported; write the names out"
+            f"classes of characters, {_MAX_REPEATS} repetitions (.*) and one choice of words (a|b) are supported; "
+            "write the names out"
         )

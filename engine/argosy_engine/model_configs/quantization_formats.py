@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
@@ -227,8 +228,14 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
     rules: list[tuple[str, Scheme | None]] = []
     for pattern, changes in _mapping(raw.get("dynamic") or {}, "dynamic").items():
         name = "re:" + pattern.removeprefix("-:").removeprefix("+:")
-        is_left = pattern.startswith("-:")
-        rules.append((name, None if is_left else scheme({**raw, **_mapping(changes or {}, "dynamic")})))
+        if pattern.startswith(
+            "-:"
+        ):  # the file tells these layers, too, where the expression is not understood
+            with suppress(ConfigError):
+                layer_names([name])
+                rules.append((name, None))
+        else:
+            rules.append((name, scheme({**raw, **_mapping(changes or {}, "dynamic")})))
     layer_names([name for name, _ in rules])
     return QuantizationConfig(
         method="gptq",

@@ -12,13 +12,9 @@ embedding if they are tied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from argosy_engine.attention.params import AttentionParams, DeltaNetParams, MambaParams
-from argosy_engine.errors import ConfigError
-
-if TYPE_CHECKING:  # whose quantisation has shards
-    from argosy_engine.model_configs.model_config import ModelConfig
 
 
 class Shard(NamedTuple):
@@ -133,68 +129,3 @@ WHOLE_MODEL = Stage()
 def all_stages(size: int) -> list[Stage]:
     """Return the stages of a pipeline, in their order."""
     return [Stage(index, size) for index in range(size)]
-
-
-def check_tensor_parallel(
-    config: ModelConfig, size: int, enable_expert_parallel: bool, data_parallel_size: int = 1
-) -> None:
-    """Check that a model can be divided among `size` ranks, and its experts among those of all engine cores.
-
-    Raises:
-        ConfigError: it cannot; the message tells the sizes that are possible.
-    """
-    if config.undivided_layers is not None and (size > 1 or enable_expert_parallel):
-        flag = "--enable-expert-parallel" if enable_expert_parallel else f"--tensor-parallel-size {size}"
-        raise ConfigError(f"{flag}: {config.undivided_layers}; leave it out, or use --data-parallel-size")
-    if enable_expert_parallel and not config.num_routed_experts:
-        reason = "has no experts"
-        if config.undivided is not None:
-            reason = "runs on transformers' modelling code, whose experts are divided like other layers"
-        raise ConfigError(f"--enable-expert-parallel: {config.architecture} {reason}; leave it out")
-    if (
-        enable_expert_parallel
-        and data_parallel_size > 1
-        and size * data_parallel_size > config.num_routed_experts
-    ):
-        raise ConfigError(
-            f"--enable-expert-parallel with --data-parallel-size {data_parallel_size} divides the experts among "
-            f"{size * data_parallel_size} workers, and {config.architecture} has only {config.num_routed_experts}; "
-            "use a smaller --data-parallel-size"
-        )
-    if fault := _fault(config, size, enable_expert_parallel):
-        heads = range(1, config.num_attention_heads + 1)
-        *sizes, last = [str(each) for each in heads if not _fault(config, each, enable_expert_parallel)]
-        choices = f"{', '.join(sizes)} or {last}" if sizes else last
-        raise ConfigError(f"--tensor-parallel-size {size} cannot divide this model: {fault}; use {choices}")
-
-
-def _fault(config: ModelConfig, size: int, enable_expert_parallel: bool) -> str | None:
-    """Return why a model cannot be divided among `size` ranks."""
-    for name, count in config.divided_sizes(has_whole_experts=enable_expert_parallel).items():
-        if count % size:
-            return f"{name} {count} is not a multiple of it"
-    for name, count in config.shared_sizes.items():
-        if size % count and count % size:
-            return f"{name} {count} is neither a multiple of it nor divides it"
-    if enable_expert_parallel and config.num_routed_experts < size:
-        return f"it has only {config.num_routed_experts} experts"
-    if -(-config.vocab_size // size) * (size - 1) >= config.vocab_size:
-        return f"vocab_size {config.vocab_size} is too small"
-    return None
-
-
-def check_pipeline_parallel(config: ModelConfig, size: int) -> None:
-    """Check that a model can be divided into `size` stages.
-
-    Raises:
-        ConfigError: it has fewer layers, or runs on code that is not divided.
-    """
-    if config.undivided_stages is not None and size > 1:
-        raise ConfigError(
-            f"--pipeline-parallel-size {size}: {config.undivided_stages}; leave it out, or use --data-parallel-size"
-        )
-    if size > config.num_hidden_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {size} exceeds the model's {config.num_hidden_layers} layers; use at most as "
-            "many stages as layers"
-        )

@@ -35,7 +35,7 @@ class Axis(NamedTuple):
         return -(-size // self.features) * self.elements
 
 
-class StoredTensor(NamedTuple):
+class SchemeTensor(NamedTuple):
     """One of the tensors that make up a layer's weight."""
 
     suffix: str
@@ -85,7 +85,7 @@ class Scheme(Struct, frozen=True):
     """Whether a layer stored as NAME.weight in floating point is unquantised, whatever the config says."""
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         """The stored tensors; the first has the numbers of the weight, and no unquantised layer has the second."""
         return ()
 
@@ -150,7 +150,7 @@ class Scheme(Struct, frozen=True):
         return math.lcm(*found)
 
 
-def shard_of(tensor: StoredTensor, cut: Cut) -> Shard | None:
+def shard_of(tensor: SchemeTensor, cut: Cut) -> Shard | None:
     """Return the part of a stored tensor that goes with a part of the weight; None: the whole."""
     for dim, axis in enumerate(tensor.axes):
         if isinstance(axis, int) or axis.is_whole:
@@ -181,14 +181,14 @@ class Fp8Scheme(Scheme, frozen=True):
     """Whether inputs are not to be quantised, so that weights are widened on every device."""
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         scale: tuple[Axis | int, ...] = (Axis("out"),) if self.is_per_channel else (1,)
         found = [
-            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
-            StoredTensor(".weight_scale", None, scale, is_positive=True),
+            SchemeTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            SchemeTensor(".weight_scale", None, scale, is_positive=True),
         ]
         if self.is_static:
-            found.append(StoredTensor(".input_scale", None, (1,), is_positive=True))
+            found.append(SchemeTensor(".input_scale", None, (1,), is_positive=True))
         return tuple(found)
 
     @property
@@ -210,11 +210,11 @@ class BlockFp8Scheme(Scheme, frozen=True):
     """Suffix of the scales."""
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         rows, columns = self.block
         return (
-            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
-            StoredTensor(self.scale, None, (Axis("out", rows), Axis("in", columns))),
+            SchemeTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            SchemeTensor(self.scale, None, (Axis("out", rows), Axis("in", columns))),
         )
 
     @property
@@ -281,13 +281,13 @@ class GptqScheme(_PackedScheme, frozen=True):
     """Whether zero points are stored as they are (`checkpoint_format` gptq_v2)."""
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         groups = self._groups(is_whole=True)  # of a rank's inputs, g_idx may name any
         return (
-            StoredTensor(".qweight", "I32", (self._packed("in"), Axis("out"))),
-            StoredTensor(".qzeros", "I32", (groups, self._packed("out"))),
-            StoredTensor(".scales", None, (groups, Axis("out"))),
-            StoredTensor(".g_idx", "I32", (Axis("in"),), is_optional=not self.is_ordered),
+            SchemeTensor(".qweight", "I32", (self._packed("in"), Axis("out"))),
+            SchemeTensor(".qzeros", "I32", (groups, self._packed("out"))),
+            SchemeTensor(".scales", None, (groups, Axis("out"))),
+            SchemeTensor(".g_idx", "I32", (Axis("in"),), is_optional=not self.is_ordered),
         )
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -304,12 +304,12 @@ class AwqScheme(_PackedScheme, frozen=True):
     reads: ClassVar[str] = "4 bits, groups of any size or none"
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         groups = self._groups(is_whole=False)
         return (
-            StoredTensor(".qweight", "I32", (Axis("in"), self._packed("out"))),
-            StoredTensor(".qzeros", "I32", (groups, self._packed("out"))),
-            StoredTensor(".scales", None, (groups, Axis("out"))),
+            SchemeTensor(".qweight", "I32", (Axis("in"), self._packed("out"))),
+            SchemeTensor(".qzeros", "I32", (groups, self._packed("out"))),
+            SchemeTensor(".scales", None, (groups, Axis("out"))),
         )
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -331,17 +331,17 @@ class PackedIntScheme(_PackedScheme, frozen=True):
     """Whether `weight_g_idx` tells the groups of inputs."""
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         groups = self._groups(is_whole=self.is_ordered)
         scales: tuple[Axis | int, ...] = (1,) if self.is_per_tensor else (Axis("out"), groups)
         found = [
-            StoredTensor(".weight_packed", "I32", (Axis("out"), self._packed("in"))),
-            StoredTensor(".weight_scale", None, scales),
+            SchemeTensor(".weight_packed", "I32", (Axis("out"), self._packed("in"))),
+            SchemeTensor(".weight_scale", None, scales),
         ]
         if not self.is_symmetric:
-            found.append(StoredTensor(".weight_zero_point", "I32", (self._packed("out"), groups)))
+            found.append(SchemeTensor(".weight_zero_point", "I32", (self._packed("out"), groups)))
         if self.is_ordered:
-            found.append(StoredTensor(".weight_g_idx", "I32", (Axis("in"),)))
+            found.append(SchemeTensor(".weight_g_idx", "I32", (Axis("in"),)))
         return tuple(found)
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -378,13 +378,13 @@ class IntScheme(Scheme, frozen=True):
         return f"int8 with a scale per {groups}"
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         groups = Axis("in", self.group_size) if self.group_size else 1
         scales: tuple[Axis | int, ...] = (1,) if self.is_per_tensor else (Axis("out"), groups)
         return (
-            StoredTensor(".weight", "I8", (Axis("out"), Axis("in"))),
-            StoredTensor(".weight_scale", None, scales),
-            StoredTensor(".weight_zero_point", "I8", scales, is_optional=self.is_symmetric),
+            SchemeTensor(".weight", "I8", (Axis("out"), Axis("in"))),
+            SchemeTensor(".weight_scale", None, scales),
+            SchemeTensor(".weight_zero_point", "I8", scales, is_optional=self.is_symmetric),
         )
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -410,11 +410,11 @@ class Nvfp4Scheme(Scheme, frozen=True):
     group_size: int = 16
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         return (
-            StoredTensor(self.weight, "U8", (Axis("out"), Axis("in", 2))),
-            StoredTensor(".weight_scale", "F8_E4M3", (Axis("out"), Axis("in", self.group_size))),
-            StoredTensor(self.tensor_scale, None, (1,), is_positive=True),
+            SchemeTensor(self.weight, "U8", (Axis("out"), Axis("in", 2))),
+            SchemeTensor(".weight_scale", "F8_E4M3", (Axis("out"), Axis("in", self.group_size))),
+            SchemeTensor(self.tensor_scale, None, (1,), is_positive=True),
         )
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -431,10 +431,10 @@ class Mxfp8Scheme(Scheme, frozen=True):
     unused: ClassVar[tuple[str, ...]] = _OF_INPUTS
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         return (
-            StoredTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
-            StoredTensor(".weight_scale", "U8", (Axis("out"), Axis("in", MX_GROUP))),
+            SchemeTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
+            SchemeTensor(".weight_scale", "U8", (Axis("out"), Axis("in", MX_GROUP))),
         )
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
@@ -458,18 +458,18 @@ class Bnb4Scheme(Scheme, frozen=True):
         return f"bitsandbytes {self.kind}{', scales quantised' if self.is_double else ''}"
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         blocks = Axis("all", BNB_BLOCK)
         found = [
-            StoredTensor(".weight", "U8", (Axis("all", 2), 1)),
-            StoredTensor(".weight.absmax", "U8" if self.is_double else None, (blocks,)),
-            StoredTensor(".weight.quant_map", None, (16,)),
-            StoredTensor(f".weight.quant_state.bitsandbytes__{self.kind}", "JSON", ()),
+            SchemeTensor(".weight", "U8", (Axis("all", 2), 1)),
+            SchemeTensor(".weight.absmax", "U8" if self.is_double else None, (blocks,)),
+            SchemeTensor(".weight.quant_map", None, (16,)),
+            SchemeTensor(f".weight.quant_state.bitsandbytes__{self.kind}", "JSON", ()),
         ]
         if self.is_double:
             scales = Axis("all", BNB_BLOCK * BNB_NESTED_BLOCK)
-            found.append(StoredTensor(".weight.nested_absmax", None, (scales,)))
-            found.append(StoredTensor(".weight.nested_quant_map", None, (256,)))
+            found.append(SchemeTensor(".weight.nested_absmax", None, (scales,)))
+            found.append(SchemeTensor(".weight.nested_quant_map", None, (256,)))
         return tuple(found)
 
     def cut(self, shape: tuple[int, int], shard: Shard | None) -> Cut:
@@ -488,11 +488,11 @@ class Bnb8Scheme(Scheme, frozen=True):
     is_told_by_storage: ClassVar[bool] = True
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[SchemeTensor, ...]:
         return (
-            StoredTensor(".weight", "I8", (Axis("out"), Axis("in"))),
-            StoredTensor(".SCB", None, (Axis("out"),)),
-            StoredTensor(".weight_format", "U8", (), is_optional=True),
+            SchemeTensor(".weight", "I8", (Axis("out"), Axis("in"))),
+            SchemeTensor(".SCB", None, (Axis("out"),)),
+            SchemeTensor(".weight_format", "U8", (), is_optional=True),
         )
 
 

@@ -17,11 +17,17 @@ import msgspec
 from argosy_engine.checkpoint.model_folder import check_folder, resolve_model
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
-from argosy_engine.model_configs.model_config import ModelConfig, NotOurs, RawConfig, read_json
+from argosy_engine.model_configs.model_config import (
+    ModelConfig,
+    NotOurs,
+    RawConfig,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+    read_json,
+)
 from argosy_engine.model_configs.model_use import AS_IT_IS, ModelImpl, ModelUse
 from argosy_engine.model_configs.quantization_formats import parse_quantization
 from argosy_engine.model_configs.rope_config import without_overridden_rope
-from argosy_engine.model_configs.sharding import check_pipeline_parallel, check_tensor_parallel
 from argosy_engine.model_configs.transformers_config import (
     EncoderConfig,
     TransformersConfig,

@@ -170,9 +170,12 @@ def _read(
 ) -> PreTrainedModel:
     """Load a checkpoint into a model on the CPU."""
     source: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    weights: SafetensorsWeights | None = None
     where: str | None = str(path)
     if config.quantization is not None:
-        source, where = {"state_dict": _widened_tensors(path, config, dtype)}, None
+        is_wrapped = config.wrapper is not None
+        weights = SafetensorsWeights(path, dtype, torch.device("cpu"), prefix="", is_wrapped=is_wrapped)
+        source, where = {"state_dict": _widened_tensors(path, config, weights)}, None
     else:
         _check_unquantised(path, config)
     try:
@@ -192,6 +195,9 @@ def _read(
         reason = str(error).strip()[:600]
         raise ConfigError(f"transformers cannot load {path}: {type(error).__name__}: {reason}") from error
     model, info = loaded
+    if weights is not None:
+        unused = [name for name in info.get("unexpected_keys") or () if not weights.is_bias_of_zeros(name)]
+        info = {**info, "unexpected_keys": unused}
     if config.wrapper is not None:
         read = dict.fromkeys(info.get("unexpected_keys") or ())
         info = {**info, "unexpected_keys": without_parts(read, config.unserved_parts).keys()}
@@ -236,8 +242,11 @@ def _check_unquantised(path: Path, config: TransformersConfig) -> None:
             raise _misfit(path, name, f"is {tensor.dtype}, and config.json has no quantization_config")
 
 
-def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _widened_tensors(path: Path, config: TransformersConfig, weights: SafetensorsWeights) -> dict[str, Any]:
     """Return the tensors of a quantised checkpoint by name, which are read and widened when they are asked for.
+
+    Args:
+        weights: those of the checkpoint.
 
     Raises:
         ConfigError: a tensor is quantised in another way than config.json says, or lacks its scale.
@@ -246,7 +255,6 @@ def _widened_tensors(path: Path, config: TransformersConfig, dtype: torch.dtype)
     assert quantization is not None
     is_wrapped = config.wrapper is not None
     stored = _stored_tensors(path, config)
-    weights = SafetensorsWeights(path, dtype, torch.device("cpu"), prefix="", is_wrapped=is_wrapped)
     quantization = quantization.with_stored_layers(weights.names)
     method = SchemeLinearMethod(quantization)
     unused = tuple(suffix for scheme in quantization.schemes for suffix in scheme.unused)

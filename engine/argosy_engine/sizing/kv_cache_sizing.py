@@ -28,14 +28,13 @@ from argosy_engine.checkpoint.stored_tensors import EMBEDDINGS, HEAD
 from argosy_engine.config import EngineArgs, memory_utilization
 from argosy_engine.errors import ConfigError, DoesNotFit
 from argosy_engine.model_configs.experts_config import ExpertsConfig
-from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.quantization_config import check_quantization
-from argosy_engine.model_configs.sharding import (
-    WHOLE_MODEL,
-    Stage,
+from argosy_engine.model_configs.model_config import (
+    ModelConfig,
     check_pipeline_parallel,
     check_tensor_parallel,
 )
+from argosy_engine.model_configs.quantization_config import check_quantization
+from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.resources import DeviceMemory, worker_memory

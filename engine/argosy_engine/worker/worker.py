@@ -29,13 +29,12 @@ from argosy_engine.layers.experts import TokenExchange
 from argosy_engine.layers.linear_method import has_fp8_products
 from argosy_engine.layers.self_test import layer_self_test, working_backend
 from argosy_engine.messages import LoadStep, OnLoadStep, SchedulerOutput, WorkerInfo, ignore_step
-from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.sharding import (
-    Sharding,
-    Stage,
+from argosy_engine.model_configs.model_config import (
+    ModelConfig,
     check_pipeline_parallel,
     check_tensor_parallel,
 )
+from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
