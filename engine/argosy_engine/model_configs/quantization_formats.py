@@ -343,10 +343,10 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
 
 _NEAREST: dict[str, str] = {
     **dict.fromkeys(("fbgemm_fp8", "ptpc_fp8"), "FP8 per channel by compressed-tensors"),
-    **dict.fromkeys(("torchao", "quark", "quanto", "eetq"), "one by compressed-tensors, of as many bits"),
+    **dict.fromkeys(("torchao", "quark", "quanto", "eetq"), "one of as many bits by compressed-tensors"),
     **dict.fromkeys(
         ("aqlm", "hqq", "higgs", "quip", "spqr", "vptq", "fp_quant", "bitnet", "squeezellm"),
-        "GPTQ or AWQ, of as many bits",
+        "GPTQ or AWQ of as many bits",
     ),
 }
 """What comes nearest to a `quant_method` that is not read, and is."""
@@ -355,7 +355,7 @@ _NEAREST: dict[str, str] = {
 def _refused(scheme: str, nearest: str | None = None) -> ConfigError:
     return ConfigError(
         f"the checkpoint is quantised: {scheme[:200]} is not supported, only {_SUPPORTED}; use "
-        f"{nearest or 'such a checkpoint'} or the unquantised one, {OTHER_ENGINES}"
+        f"{nearest or 'such a checkpoint'}, or the unquantised one, {OTHER_ENGINES}"
     )
 
 
