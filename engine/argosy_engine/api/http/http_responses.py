@@ -86,6 +86,7 @@ class WatchedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
+        scope.pop(_BODY, None)  # which has been decoded
         is_done = has_left = False
 
         def leave() -> None:

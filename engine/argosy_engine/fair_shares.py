@@ -1,0 +1,105 @@
+"""How tenants share what is bounded: turns in a queue (`RoundRobinQueue`), and amounts that they hold (`TenantShares`).
+
+A tenant is what routers name by `headers.TENANT`. Neither class is thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+SHARE_OF_FREE: Final = 3
+"""A tenant may hold so many times as much as is free: three quarters if it is alone, so that others find room, and less
+the more others hold. Clients without a named tenant are not told apart."""
+
+
+class TenantShares:
+    """Amounts of something bounded, such as bytes, that are held in all and by each tenant.
+
+    Args:
+        limit: on all amounts together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.total = 0
+        self._of_tenant: Counter[str] = Counter()
+
+    def held_by(self, tenant: str) -> int:
+        return self._of_tenant[tenant]
+
+    def is_full(self, amount: int) -> bool:
+        """Whether there is no room for a further amount, whoever wants it."""
+        return self.total + amount > self.limit
+
+    def exceeds_share(self, tenant: str, amount: int) -> bool:
+        """Whether a tenant that holds something already would hold more than its share with a further amount."""
+        own = self._of_tenant[tenant]
+        return bool(tenant and own) and own + amount > SHARE_OF_FREE * (self.limit - self.total - amount)
+
+    def add(self, tenant: str, amount: int) -> None:
+        self.total += amount
+        self._of_tenant[tenant] += amount
+
+    def remove(self, tenant: str, amount: int) -> None:
+        self.total -= amount
+        self._of_tenant[tenant] -= amount
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+
+class RoundRobinQueue(Generic[T]):
+    """Round-robin over keys; first come, first served within a key. An item may be in the queues of several keys."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[T]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def count(self, key: str) -> int:
+        """Return the number of items of a key."""
+        return len(self._queues.get(key, ()))
+
+    def push(self, key: str, item: T) -> None:
+        self._queues.setdefault(key, deque()).append(item)
+        self._size += 1
+
+    def peek(self) -> tuple[str, T] | None:
+        """Return what `pop` would return, without removing it."""
+        if not self._queues:
+            return None
+        key, items = next(iter(self._queues.items()))
+        return key, items[0]
+
+    def pop(self) -> tuple[str, T] | None:
+        """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
+        if not self._queues:
+            return None
+        key, items = next(iter(self._queues.items()))
+        item = items.popleft()
+        self._size -= 1
+        if items:
+            self._queues.move_to_end(key)
+        else:
+            del self._queues[key]
+        return key, item
+
+    def remove(self, key: str, item: T) -> None:
+        """Remove an item from a key's queue.
+
+        Raises:
+            ValueError: the item is not in it.
+        """
+        items = self._queues.get(key, deque[T]())
+        items.remove(item)
+        self._size -= 1
+        if not items:
+            del self._queues[key]
+
+    def clear(self) -> None:
+        self._queues.clear()
+        self._size = 0
