@@ -19,7 +19,6 @@ from argosy_engine.structured.compile_queue import (
     BackendUnavailable,
     CompileQueue,
     NoGrammar,
-    grammar_bytes,
     start_thread,
 )
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
@@ -73,7 +72,7 @@ class FakeCompilation:
             raise BackendUnavailable("killed")
         if spec.text == "bad":
             raise RuntimeError("[10:11:12] /native/parser.cc:1: Rule x is not defined")
-        return SimpleNamespace(memory_size_bytes=100 - len(spec.text), text=spec.text)
+        return SimpleNamespace(num_bytes=100, text=spec.text)
 
     def kill(self) -> None:
         self._may_end.set()
@@ -146,15 +145,14 @@ class Rig:
 
 
 def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
-    each = grammar_bytes(GrammarSpec("grammar", "a"), SimpleNamespace(memory_size_bytes=99))
-    limit = each * 7 // 2
+    limit = 350
     rig = Rig(num_threads=2, cache_bytes=limit)
     for text in ("a", "b", "c"):
         assert rig.compile(text).text == text
     assert rig.compile("a").text == "a"  # used last
     assert rig.compile("d").text == "d"  # evicts b
     assert rig.backend.compiled == ["a", "b", "c", "d"]
-    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 3 * each)
+    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 300)
     assert rig.compile("b").text == "b"
     assert rig.backend.compiled == ["a", "b", "c", "d", "b"]
     for number in range(50):

@@ -52,17 +52,20 @@ MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
 MAX_QUEUED_BYTES = 256 << 20
 """As much as the cache by default. A usual schema takes 0.2 MB, 5 MB with a vocabulary of 150,000 tokens."""
-AUTOMATON_BYTES = 128 << 10
-AUTOMATON_BYTES_PER_CHARACTER = 512
-"""What XGrammar does not count of a grammar (0.2.9: its masks only): 13 KB to 1.2 MB, with 1,024 tokens as with
-150,000; about 1 KB for each character of a schema with short fields, less where names and descriptions are
-long."""
 MAX_RESUMED = 32
 """Maximum number of grammars that are compiled again at the same time, so that they leave room in the compile queue."""
 _MAX_EXPIRED = 256
 EXPIRED_S = 300.0
 """How long a grammar that did not compile in time is refused without another attempt. It is not refused for ever,
 because the machine may have been busy, or the compiler may have been starting."""
+
+
+class Grammar(NamedTuple):
+    """A compiled grammar."""
+
+    compiled: CompiledGrammar
+    num_bytes: int
+    """About the memory that it takes, with its text."""
 
 
 class NoGrammar(NamedTuple):
@@ -77,7 +80,7 @@ _TOO_MANY = NoGrammar("too many grammars are taking too long to compile", is_ove
 _QUEUE_FULL = NoGrammar("too many grammars are waiting to be compiled", is_overload=True)
 _CLOSED = NoGrammar("the engine is shutting down", is_overload=True)
 
-Done = Callable[["CompiledGrammar | NoGrammar"], None]
+Done = Callable[[Grammar | NoGrammar], None]
 """Callback with the grammar, or the reason why there is none. Called once, from any thread."""
 
 
@@ -86,7 +89,7 @@ class BackendUnavailable(Exception):
 
 
 class Compilation(Protocol):
-    def run(self, spec: GrammarSpec) -> CompiledGrammar:
+    def run(self, spec: GrammarSpec) -> Grammar:
         """Compile the grammar. Blocks; called once, in a separate thread.
 
         Raises:
@@ -192,7 +195,7 @@ class CompileQueue:
         """The last specs that did not compile within the deadline -> until when they are refused."""
         self._next_tick = 0.0
         self._is_closed = self._is_warmed_up = False
-        self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self.cached_bytes = 0
 
     @property
@@ -224,19 +227,19 @@ class CompileQueue:
             if not self._is_closed:
                 logger.warning("compiling grammars could not be prepared: %s", error)
 
-    def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
+    def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> Grammar | None:
         """Return the grammar if it is cached; else return None and call `done` when it is compiled or has failed.
 
         Args:
             key: key for fair queueing; see the module's docstring.
         """
         with self._lock:
-            entry = self._cache.get(spec)
-            if entry is not None:
+            grammar = self._cache.get(spec)
+            if grammar is not None:
                 self._cache.move_to_end(spec)
-                return entry[0]
+                return grammar
             refusal = self._refusal(spec, key)
-            answers: list[tuple[Done, CompiledGrammar | NoGrammar]]
+            answers: list[tuple[Done, Grammar | NoGrammar]]
             if refusal is not None:
                 answers = [(done, refusal)]
             else:
@@ -267,7 +270,7 @@ class CompileQueue:
         with self._lock:
             now = self._clock()
             self._next_tick = now + TICK_S
-            answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
+            answers: list[tuple[Done, Grammar | NoGrammar]] = []
             for job in list(self._jobs.values()):
                 answers += self._expire(job, now)
             for job in list(self._jobs.values()):
@@ -325,7 +328,7 @@ class CompileQueue:
     def _expiry(self) -> NoGrammar:
         return NoGrammar(f"the grammar did not compile within {self.deadline_s:g} s; make it simpler")
 
-    def _dispatch(self) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _dispatch(self) -> list[tuple[Done, Grammar | NoGrammar]]:
         """Start queued jobs while there are free slots; return the answers for those that could not be started."""
         answers = []
         while self._num_quick < self._num_threads and not self._is_closed:
@@ -349,7 +352,7 @@ class CompileQueue:
     def _run(self, job: _Job) -> None:
         """Run one compilation in its thread and answer the requests that wait for it."""
         assert job.compilation is not None
-        result: CompiledGrammar | NoGrammar
+        result: Grammar | NoGrammar
         try:
             result = job.compilation.run(job.spec)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -369,11 +372,9 @@ class CompileQueue:
             answers += self._dispatch()
         _answer(answers)
 
-    def _end(
-        self, job: _Job, result: CompiledGrammar | NoGrammar
-    ) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _end(self, job: _Job, result: Grammar | NoGrammar) -> list[tuple[Done, Grammar | NoGrammar]]:
         """Remove a job, killing its compilation; return the answers to give."""
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+        answers: list[tuple[Done, Grammar | NoGrammar]] = [
             (self._leave(job, request_id), result) for request_id in list(job.waiters)
         ]
         self._drop(job)
@@ -390,10 +391,10 @@ class CompileQueue:
         if job.compilation is not None:
             job.compilation.kill()
 
-    def _expire(self, job: _Job, now: float) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _expire(self, job: _Job, now: float) -> list[tuple[Done, Grammar | NoGrammar]]:
         expired = [request_id for request_id, waiter in job.waiters.items() if now >= waiter.deadline]
         result = self._expiry if job.started_at is not None else _QUEUE_FULL
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+        answers: list[tuple[Done, Grammar | NoGrammar]] = [
             (self._leave(job, request_id), result) for request_id in expired
         ]
         if not job.waiters:
@@ -429,25 +430,17 @@ class CompileQueue:
             if counts[payer] == most
         )
 
-    def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
+    def _remember(self, spec: GrammarSpec, grammar: Grammar) -> None:
         """Put a grammar into the LRU cache. A grammar that is larger than the whole cache is not kept."""
-        size = grammar_bytes(spec, grammar)
-        if spec in self._cache or size > self.cache_bytes:
+        if spec in self._cache or grammar.num_bytes > self.cache_bytes:
             return
-        self._cache[spec] = grammar, size
-        self.cached_bytes += size
+        self._cache[spec] = grammar
+        self.cached_bytes += grammar.num_bytes
         while self.cached_bytes > self.cache_bytes:
-            _, (_, old) = self._cache.popitem(last=False)
-            self.cached_bytes -= old
+            self.cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
 
-def grammar_bytes(spec: GrammarSpec, grammar: CompiledGrammar) -> int:
-    """Return about the memory that a compiled grammar and its text take."""
-    automaton = AUTOMATON_BYTES + AUTOMATON_BYTES_PER_CHARACTER * len(spec.text)
-    return int(grammar.memory_size_bytes) + len(spec.text) + automaton
-
-
-def _answer(answers: list[tuple[Done, CompiledGrammar | NoGrammar]]) -> None:
+def _answer(answers: list[tuple[Done, Grammar | NoGrammar]]) -> None:
     for done, result in answers:
         done(result)
 

@@ -19,13 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar, QueuedGrammars, grammar_bytes
+from argosy_engine.structured.compile_queue import CompileQueue, Grammar, NoGrammar, QueuedGrammars
 from argosy_engine.structured.grammar_server import GrammarClient, GrammarServerArgs
 from argosy_engine.structured.grammar_state import (
     BoundedThread,
@@ -36,10 +35,6 @@ from argosy_engine.structured.grammar_state import (
     TooManyStuck,
 )
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-
-if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
-
 
 logger = logging.getLogger("argosy.structured")
 
@@ -128,7 +123,7 @@ class StructuredOutputManager:
         """The same of requests whose grammar is compiled again once `queued` has room for it."""
         self.queued = QueuedGrammars()
         self._states: dict[str, GrammarState] = {}
-        self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
+        self._done: deque[tuple[str, Grammar | NoGrammar]] = deque()
         """Results of compile threads by request id; append and popleft are atomic."""
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
         """Requests whose grammar is compiled, with the tokens that it has yet to accept before its cost is measured."""
@@ -233,11 +228,13 @@ class StructuredOutputManager:
                 self.queued.release(request_id)
                 compiled.append(Compiled(request_id, GrammarFailure(result.reason, result.is_overload)))
                 continue
-            if not self.queued.admit(request_id, key, request.spec, grammar_bytes(request.spec, result)):
+            if not self.queued.admit(request_id, key, request.spec, result.num_bytes):
                 self._deferred[request_id] = request, output, key
                 continue
             try:
-                self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
+                self._states[request_id] = GrammarState(
+                    result.compiled, request.reasoning, self._eos_token_ids
+                )
             except Exception:
                 logger.exception("the grammar of request %s cannot be followed", request_id)
                 self.queued.release(request_id)
@@ -442,7 +439,7 @@ class StructuredOutputManager:
         self.compile_queue.close()
         self._steps.close()
 
-    def _finished(self, request_id: str, result: CompiledGrammar | NoGrammar) -> None:
+    def _finished(self, request_id: str, result: Grammar | NoGrammar) -> None:
         self._done.append((request_id, result))
         self._compiled.set()
         self.wake()
