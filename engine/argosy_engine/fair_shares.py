@@ -6,6 +6,7 @@ A tenant is what routers name by `headers.TENANT`. Neither class is thread-safe.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
@@ -68,18 +69,24 @@ class RoundRobinQueue(Generic[T]):
         self._queues.setdefault(key, deque()).append(item)
         self._size += 1
 
-    def peek(self) -> tuple[str, T] | None:
-        """Return what `pop` would return, without removing it."""
-        if not self._queues:
-            return None
-        key, items = next(iter(self._queues.items()))
-        return key, items[0]
+    def firsts(self) -> Iterator[tuple[str, T]]:
+        """Yield the first item of each key, the key whose turn it is first."""
+        for key, items in self._queues.items():
+            yield key, items[0]
 
-    def pop(self) -> tuple[str, T] | None:
-        """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
+    def pop(self, key: str | None = None) -> tuple[str, T] | None:
+        """Remove the first item of a key.
+
+        Args:
+            key: None: the one whose turn it is.
+
+        Returns:
+            The key and the item; None if the queue is empty.
+        """
         if not self._queues:
             return None
-        key, items = next(iter(self._queues.items()))
+        key = next(iter(self._queues)) if key is None else key
+        items = self._queues[key]
         item = items.popleft()
         self._size -= 1
         if items:

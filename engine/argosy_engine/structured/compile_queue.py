@@ -1,5 +1,5 @@
 """CompileQueue: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
-QueuedGrammars: bounds the memory of the grammars that requests hold while they wait for a slot.
+HeldGrammars: bounds the memory of the grammars that requests hold.
 
 Each compilation has its own thread, which waits for a backend that can be killed. These rules keep requests with
 grammars from starving each other:
@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from argosy_engine.fair_shares import RoundRobinQueue
+from argosy_engine.fair_shares import RoundRobinQueue, TenantShares
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
 MAX_QUEUED_BYTES = 256 << 20
 """As much as the cache by default. A usual schema takes 0.2 MB, 5 MB with a vocabulary of 150,000 tokens."""
+MAX_HELD_BYTES = 2 << 30
+"""Different grammars of the requests that wait or run: 256 that run with a usual schema and a large vocabulary have 1.3
+GB."""
 MAX_RESUMED = 32
 """Maximum number of grammars that are compiled again at the same time, so that they leave room in the compile queue."""
 _MAX_EXPIRED = 256
@@ -452,83 +455,178 @@ def _reason(error: Exception) -> str:
     return (rest if separator and text.startswith("[") else text)[:500]
 
 
-class QueuedGrammars:
-    """Which waiting requests hold their compiled grammar. Equal grammars count once.
+class _Hold(NamedTuple):
+    """A grammar that a request holds, or wants to hold."""
 
-    The cache of compiled grammars is bounded, and slots bound those of running requests. Of the waiting requests, which
-    may be thousands, each with a grammar of its own, those that come first hold theirs, up to `MAX_QUEUED_BYTES` in
-    all. The others keep only the text, and their grammar is compiled again once there is room for it. Tenants take
-    turns at that, and a large grammar is not overtaken by smaller ones.
+    key: str
+    """Tenant."""
+    spec: GrammarSpec
+    num_bytes: int
+    urgency: int
 
-    Invariant: `num_bytes` is the sum over the different grammars of the requests that hold one.
+
+class _Holders:
+    """Requests that hold grammars. Equal ones count once, for the tenant of the first request.
+
+    Invariant: `bytes` has the sum over the different grammars.
     """
 
-    def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._specs: dict[str, GrammarSpec] = {}
-        """Requests that hold a grammar -> grammar."""
+    def __init__(self, max_bytes: int) -> None:
+        self.bytes = TenantShares(max_bytes)
+        self.holds: dict[str, _Hold] = {}
         self._num_holders: Counter[GrammarSpec] = Counter()
-        self._sizes: dict[GrammarSpec, int] = {}
-        self._deferred: dict[str, tuple[str, GrammarSpec, int]] = {}
-        """Requests that hold none -> tenant, grammar and size."""
-        self._turns: RoundRobinQueue[str] = RoundRobinQueue()
-        """The same requests, by tenant."""
+        self._counted: dict[GrammarSpec, _Hold] = {}
+
+    def __contains__(self, spec: GrammarSpec) -> bool:
+        return spec in self._counted
+
+    def has_room(self, wanted: _Hold) -> bool:
+        """Whether a grammar may be held. One alone may be of any size."""
+        return wanted.spec in self or not self.holds or not self.bytes.is_full(wanted.num_bytes)
+
+    def exceeds_share(self, wanted: _Hold) -> bool:
+        return wanted.spec not in self and self.bytes.exceeds_share(wanted.key, wanted.num_bytes)
+
+    def add(self, request_id: str, hold: _Hold) -> None:
+        self.holds[request_id] = hold
+        self._num_holders[hold.spec] += 1
+        if hold.spec not in self:
+            self._counted[hold.spec] = hold
+            self.bytes.add(hold.key, hold.num_bytes)
+
+    def remove(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
+        hold = self.holds.pop(request_id, None)
+        if hold is None:
+            return
+        self._num_holders[hold.spec] -= 1
+        if not self._num_holders[hold.spec]:
+            del self._num_holders[hold.spec]
+            counted = self._counted.pop(hold.spec)
+            self.bytes.remove(counted.key, counted.num_bytes)
+
+
+class HeldGrammars:
+    """Which requests hold their compiled grammar.
+
+    Waiting requests may be thousands, each with a grammar of its own. Those that come first hold theirs, up to
+    `MAX_QUEUED_BYTES` in all, and together with those that run up to `MAX_HELD_BYTES`, of which one tenant gets its
+    share (`TenantShares`). The others keep only the text, and their grammar is compiled again once there is room for
+    it. The most urgent ones go first; of equally urgent ones tenants take turns, and a large grammar is not overtaken
+    by smaller ones. For a more urgent request others that wait give their grammars back (`displace`).
+    """
+
+    def __init__(self, max_waiting_bytes: int = MAX_QUEUED_BYTES, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self.waiting = _Holders(max_waiting_bytes)
+        self.all = _Holders(max_bytes)
+        self._deferred: dict[str, _Hold] = {}
+        """Requests that hold none."""
+        self._turns: dict[int, RoundRobinQueue[str]] = {}
+        """The same requests, by urgency and tenant."""
         self._resumed: set[str] = set()
         """Requests that have their room, and whose grammar is compiled again."""
 
-    def admit(self, request_id: str, key: str, spec: GrammarSpec, num_bytes: int) -> bool:
+    def admit(self, request_id: str, key: str, spec: GrammarSpec, num_bytes: int, urgency: int = 0) -> bool:
         """Whether a request may hold its grammar, which has been compiled. If not, `resume` will return the request.
 
         Args:
             key: its tenant.
+            urgency: its priority; lower goes first.
         """
         self._resumed.discard(request_id)
-        if request_id in self._specs:
+        if request_id in self.all.holds:
             return True
-        if spec not in self._sizes and (self._deferred or not self._has_room(num_bytes)):
-            self._deferred[request_id] = key, spec, num_bytes
-            self._turns.push(key, request_id)
-            return False
-        self._hold(request_id, spec, num_bytes)
+        wanted = _Hold(key, spec, num_bytes, urgency)
+        if spec not in self.waiting:
+            self._defer(request_id, wanted)
+            if not self._take_next(request_id):
+                return False
+        self._hold(request_id, wanted)
         return True
 
     def resume(self) -> str | None:
         """Return a request that may hold its grammar now, whose room is taken from now on; None if there is none."""
-        turn = self._turns.peek()
-        if turn is None or len(self._resumed) >= MAX_RESUMED:
+        request_id = self._next()
+        if request_id is None or len(self._resumed) >= MAX_RESUMED:
             return None
-        request_id = turn[1]
-        _, spec, num_bytes = self._deferred[request_id]
-        if spec not in self._sizes and not self._has_room(num_bytes):
+        wanted = self._deferred[request_id]
+        if not self._take_next(request_id):
             return None
-        self._turns.pop()
-        del self._deferred[request_id]
         self._resumed.add(request_id)
-        self._hold(request_id, spec, num_bytes)
+        self._hold(request_id, wanted)
         return request_id
 
+    def displace(self) -> list[str]:
+        """Return requests that must give their grammar back, because a more urgent one needs the room; `resume` will
+        return them, too.
+
+        They wait and are less urgent, and it is the newest of the least urgent ones. If all of them were not enough, it
+        is none.
+        """
+        request_id = self._next()
+        if request_id is None or self._has_room(wanted := self._deferred[request_id]):
+            return []
+        later = [
+            (each, hold)
+            for each, hold in reversed(self.waiting.holds.items())
+            if hold.urgency > wanted.urgency and each not in self._resumed
+        ]
+        later.sort(key=lambda each: each[1].urgency, reverse=True)
+        displaced: list[tuple[str, _Hold]] = []
+        while later and not self._has_room(wanted):
+            displaced.append(later.pop(0))
+            self._let_go(displaced[-1][0])
+        is_enough = self._has_room(wanted)
+        for each, hold in reversed(displaced):
+            (self._defer if is_enough else self._hold)(each, hold)
+        return [each for each, _ in displaced] if is_enough else []
+
+    def start(self, request_id: str) -> None:
+        """Take note that a request waits no longer. Unknown ids are ignored."""
+        self.waiting.remove(request_id)
+
     def release(self, request_id: str) -> None:
-        """Forget a request, which has started or ended. Unknown ids are ignored."""
+        """Forget a request, which has ended. Unknown ids are ignored."""
         self._resumed.discard(request_id)
-        deferred = self._deferred.pop(request_id, None)
-        if deferred is not None:
-            self._turns.remove(deferred[0], request_id)
-        spec = self._specs.pop(request_id, None)
-        if spec is None:
-            return
-        self._num_holders[spec] -= 1
-        if not self._num_holders[spec]:
-            del self._num_holders[spec]
-            self.num_bytes -= self._sizes.pop(spec)
+        wanted = self._deferred.pop(request_id, None)
+        if wanted is not None:
+            turns = self._turns[wanted.urgency]
+            turns.remove(wanted.key, request_id)
+            if not turns:
+                del self._turns[wanted.urgency]
+        self._let_go(request_id)
 
-    def _has_room(self, num_bytes: int) -> bool:
-        """Whether a grammar of this size may be held. One alone may be of any size."""
-        return not self._specs or self.num_bytes + num_bytes <= self.max_bytes
+    def _next(self) -> str | None:
+        """Return the request that is to get room next."""
+        for urgency in sorted(self._turns):
+            for _, request_id in self._turns[urgency].firsts():
+                if not self.all.exceeds_share(self._deferred[request_id]):
+                    return request_id
+        return None
 
-    def _hold(self, request_id: str, spec: GrammarSpec, num_bytes: int) -> None:
-        self._specs[request_id] = spec
-        self._num_holders[spec] += 1
-        if spec not in self._sizes:
-            self._sizes[spec] = num_bytes
-            self.num_bytes += num_bytes
+    def _take_next(self, request_id: str) -> bool:
+        """Whether it is this request's turn and there is room, in which case it is deferred no longer."""
+        wanted = self._deferred[request_id]
+        if self._next() != request_id or not self._has_room(wanted):
+            return False
+        del self._deferred[request_id]
+        turns = self._turns[wanted.urgency]
+        turns.pop(wanted.key)
+        if not turns:
+            del self._turns[wanted.urgency]
+        return True
+
+    def _has_room(self, wanted: _Hold) -> bool:
+        return self.waiting.has_room(wanted) and self.all.has_room(wanted)
+
+    def _defer(self, request_id: str, wanted: _Hold) -> None:
+        self._deferred[request_id] = wanted
+        self._turns.setdefault(wanted.urgency, RoundRobinQueue()).push(wanted.key, request_id)
+
+    def _hold(self, request_id: str, hold: _Hold) -> None:
+        for holders in (self.waiting, self.all):
+            holders.add(request_id, hold)
+
+    def _let_go(self, request_id: str) -> None:
+        for holders in (self.waiting, self.all):
+            holders.remove(request_id)
