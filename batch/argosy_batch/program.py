@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -22,13 +21,13 @@ from argosy_batch.app import BatchApp, BatchMetrics
 from argosy_batch.batch_run import BatchRun, BatchRunner, RunContext
 from argosy_batch.batches import BatchesApi, BatchLeases, BatchRecords
 from argosy_batch.config import BatchConfig, ConfigError
-from argosy_batch.connections import RouterConnection
 from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.files_api import FilesApi
 from argosy_batch.line_requests import LinePace, LineRequests
 from argosy_batch.object_store import BlobStore, ObjectStore, Quota
 from argosy_batch.router_client import AnswerMemory, RouterClient, notice_lost_peers
 from argosy_batch.stored_responses import StoredResponses
+from argosy_http.bounded_protocol import BoundedProtocol, HttpLimits
 from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.headers import KeyRing
@@ -73,6 +72,13 @@ def open_blobs(location: str) -> BlobStore:
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
+LIMITS: Final = HttpLimits(
+    max_headers=100,
+    min_body_rate=0,  # an upload comes as slowly as the router's client sends it
+    write_stall_s=600.0,  # a file is read as slowly as that
+    max_silent=1024,
+)
+"""Bounds of the connections of routers."""
 
 
 class BatchProgram:
@@ -141,7 +147,7 @@ class BatchProgram:
         self.server = _Server(
             uvicorn.Config(
                 self.app,
-                http=partial(RouterConnection, idle={}),  # type: ignore[arg-type]
+                http=BoundedProtocol.for_server(limits=LIMITS),
                 log_config=None,
                 ws="none",
                 access_log=False,

@@ -57,7 +57,6 @@ from argosy_engine.api.http.asgi_layers import (
     RootPath,
     is_request_id,
 )
-from argosy_engine.api.http.http_protocol import error_body, protocol_of
 from argosy_engine.api.http.http_responses import BodySend, read_body
 from argosy_engine.api.http.http_server import HttpServer, ServerCertificate
 from argosy_engine.api.observability.request_records import RequestRecords
@@ -67,6 +66,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.source_uri import from_argument
+from argosy_http.bounded_protocol import ConnectionLimit, error_body
 from argosy_protocol import __version__, headers
 from argosy_protocol.anthropic import (
     is_messages_path,
@@ -487,7 +487,11 @@ def make_http_server(
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     config = uvicorn.Config(
         add_http_layers(app, options, keys, admin_keys, application),
-        http=protocol_of(num_descriptors, options.http_limits, on_slow_client),
+        http=ConnectionLimit.for_server(
+            max_connections=num_descriptors // 2,  # the other half is for what the process cannot do without
+            limits=options.http_limits,
+            on_slow_client=staticmethod(on_slow_client),
+        ),
         ws="none",  # the layers around the application know HTTP only
         log_config=None,  # uvicorn's records use our log format
         log_level="warning",

@@ -24,10 +24,10 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from argosy_engine.api.http.http_protocol import without_client_connection
 from argosy_engine.api.http.http_responses import send_error
 from argosy_engine.errors import ConfigError
 from argosy_engine.fair_shares import TenantShares
+from argosy_http.bounded_protocol import without_client_connection
 from argosy_protocol import headers
 from argosy_protocol.errors import (
     ApiError,

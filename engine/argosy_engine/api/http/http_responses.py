@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from argosy_engine.api.http.http_protocol import client_connection, error_body
+from argosy_http.bounded_protocol import client_connection, error_body
 from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
 
