@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -28,6 +28,7 @@ from argosy_batch.object_store import BlobStore, ObjectStore, Quota
 from argosy_batch.router_client import AnswerMemory, RouterClient, notice_lost_peers
 from argosy_batch.stored_responses import StoredResponses
 from argosy_http.bounded_protocol import BoundedProtocol, HttpLimits
+from argosy_http.server import EmbeddedServer
 from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.headers import KeyRing
@@ -144,7 +145,7 @@ class BatchProgram:
             lambda: not self.stopping.is_set(),
         ).asgi()
         """The HTTP application, which `server` serves."""
-        self.server = _Server(
+        self.server = EmbeddedServer(
             uvicorn.Config(
                 self.app,
                 http=BoundedProtocol.for_server(limits=LIMITS),
@@ -218,19 +219,3 @@ class BatchProgram:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._fleet_keys.look():
                 self._keys.replace(batch_keys(self._fleet_keys.keys))
-
-
-class _Server(uvicorn.Server):
-    """uvicorn in the program's event loop, without its signal handlers."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -11,18 +11,15 @@ kubelet restart the router.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
 from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
 
 from argosy_http.bounded_protocol import BoundedProtocol, HttpLimits
-from argosy_http.tls_acceptor import TlsAcceptor
+from argosy_http.server import EmbeddedServer
 
 MAX_CONNECTIONS: Final = 256
 MAX_HANDSHAKES = 128
@@ -48,9 +45,7 @@ class AdminConnection(BoundedProtocol):
         super().on_headers_complete()
 
 
-class AdminServer(uvicorn.Server):
-    """uvicorn in the router's event loop, without its signal handlers."""
-
+class AdminServer(EmbeddedServer):
     def __init__(self, app: Starlette, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """`tls` is the port's SSL context; None for plain HTTP."""
         limits = HttpLimits(
@@ -66,6 +61,7 @@ class AdminServer(uvicorn.Server):
             host=host,
             port=port,
             log_config=None,
+            log_level="warning",
             ws="none",
             access_log=False,
             lifespan="off",
@@ -73,40 +69,19 @@ class AdminServer(uvicorn.Server):
             timeout_keep_alive=REQUEST_TIMEOUT_S,  # type: ignore[arg-type]  # fractions work as well
         )
         config.load()
-        config.ssl = tls  # uvicorn's own context would never be reloaded
         super().__init__(config)
-        self.listening = asyncio.Event()
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`. uvicorn's own method has no bound for handshakes, and a minute for each."""
-        config, loop = self.config, asyncio.get_running_loop()
-        await self.lifespan.startup()
-
-        def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = config.http_protocol_class(
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            )  # type: ignore[call-arg]
-            return made
-
-        self.servers = [
-            await loop.create_server(protocol, sock=listening, backlog=config.backlog)
-            if config.ssl is None
-            else self._tls_acceptor(listening, config.ssl, protocol)
-            for listening in sockets or ()
-        ]
-        self.started = True
-        self.listening.set()
-
-    def _tls_acceptor(
-        self, listening: socket.socket, context: ssl.SSLContext, protocol: Callable[[], asyncio.Protocol]
-    ) -> TlsAcceptor:
-        listening.setblocking(False)
-        listening.listen(self.config.backlog)
-        return TlsAcceptor([listening], lambda: context, protocol, (), MAX_HANDSHAKES, HANDSHAKE_TIMEOUT_S)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        """Listen on `sockets`."""
+        tls = self._tls
+        if tls is None:
+            await super().startup(sockets)
+            return
+        for listening in sockets or ():
+            listening.setblocking(False)
+            listening.listen(self.config.backlog)
+        await self.start_tls(sockets or (), lambda: tls, (), MAX_HANDSHAKES, HANDSHAKE_TIMEOUT_S)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -16,14 +16,13 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import uvicorn
 
 from argosy_engine.errors import ConfigError
 from argosy_http.bounded_protocol import MAX_TURNED_AWAY, ConnectionLimit
-from argosy_http.tls_acceptor import TlsAcceptor
+from argosy_http.server import EmbeddedServer
 
 logger = logging.getLogger("argosy.api")
 
@@ -105,8 +104,8 @@ _DATE_INTERVAL_S = 1.0
 _SWEEP_INTERVAL_S = 0.02
 
 
-class HttpServer(uvicorn.Server):
-    """Server that serves until `stop`. It leaves the signals to its owner.
+class HttpServer(EmbeddedServer):
+    """Server that serves until `stop`.
 
     Args:
         config: its protocol is a `ConnectionLimit`.
@@ -128,28 +127,19 @@ class HttpServer(uvicorn.Server):
         self._last_bytes_s = last_bytes_s
         self._stopped.set()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         certificate = self._certificate
         if certificate is None:
             await super().startup(sockets)
             return
-        await self.lifespan.startup()
-        config, state = self.config, self.server_state
-        protocol = cast("type[ConnectionLimit]", config.http_protocol_class)
-        acceptor = TlsAcceptor(
+        protocol = cast("type[ConnectionLimit]", self.config.http_protocol_class)
+        await self.start_tls(
             sockets or [],
             lambda: certificate.context,
-            lambda: protocol(config=config, server_state=state, app_state=self.lifespan.state),
-            state.connections,
+            self.server_state.connections,
             protocol.max_connections + MAX_TURNED_AWAY,
             protocol.limits.header_timeout_s,
         )
-        self.servers = [cast("asyncio.Server", acceptor)]
-        self.started = True
 
     async def main_loop(self) -> None:
         while not self._stopped.is_set():

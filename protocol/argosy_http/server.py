@@ -1,4 +1,5 @@
-"""TlsAcceptor: accepts connections and makes their TLS handshakes, whose number and time it bounds.
+"""EmbeddedServer: uvicorn in a program's own event loop. TlsAcceptor: accepts connections and makes their TLS
+handshakes, whose number and time it bounds.
 
 The HTTP protocol, which bounds connections, meets one only after its handshake. If there are too many before it, the
 oldest unfinished handshake makes room: a client that wants to be answered needs some round trips for its own, and is
@@ -8,11 +9,15 @@ done before its turn comes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from typing import cast
+
+import uvicorn
 
 logger = logging.getLogger("argosy.http")
 
@@ -106,3 +111,43 @@ class TlsAcceptor:
             connection.close()
         if error is not None and not isinstance(error, OSError):  # of TLS, the connection, or the deadline
             logger.error("a handshake failed with %s", type(error).__qualname__)
+
+
+class EmbeddedServer(uvicorn.Server):
+    """uvicorn in a program's own event loop; it leaves the signals to the program."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def start_tls(
+        self,
+        listeners: Sequence[socket.socket],
+        context: Callable[[], ssl.SSLContext],
+        connections: Collection[object],
+        max_connections: int,
+        handshake_timeout_s: float,
+    ) -> None:
+        """Do for HTTPS what uvicorn's `startup` does without a bound on handshakes. Arguments: see `TlsAcceptor`."""
+        await self.lifespan.startup()
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = self.config.http_protocol_class(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )  # type: ignore[call-arg]
+            return made
+
+        acceptor = TlsAcceptor(
+            listeners, context, protocol, connections, max_connections, handshake_timeout_s
+        )
+        self.servers = [cast("asyncio.Server", acceptor)]
+        self.started = True
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
