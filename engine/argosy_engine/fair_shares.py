@@ -1,6 +1,7 @@
-"""How tenants share what is bounded: turns in a queue (`RoundRobinQueue`), and amounts that they hold (`TenantShares`).
+"""How tenants share what is bounded: turns in a queue (`RoundRobinQueue`, `UrgentFirst`), and amounts that they hold
+(`TenantShares`).
 
-A tenant is what routers name by `headers.TENANT`. Neither class is thread-safe.
+A tenant is what routers name by `headers.TENANT`. The classes are not thread-safe.
 """
 
 from __future__ import annotations
@@ -110,3 +111,43 @@ class RoundRobinQueue(Generic[T]):
     def clear(self) -> None:
         self._queues.clear()
         self._size = 0
+
+
+class UrgentFirst(Generic[T]):
+    """Items by urgency, the lowest number first; of equally urgent ones keys take turns."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, RoundRobinQueue[T]] = {}
+
+    def firsts(self) -> Iterator[tuple[int, str, T]]:
+        """Yield urgency, key and the first item of each, in the order of their turns."""
+        for urgency in sorted(self._turns):
+            for key, item in self._turns[urgency].firsts():
+                yield urgency, key, item
+
+    def count(self, key: str, urgency: int) -> int:
+        """Return the number of a key's items that are as urgent or more."""
+        return sum(queue.count(key) for each, queue in self._turns.items() if each <= urgency)
+
+    def push(self, urgency: int, key: str, item: T) -> None:
+        self._turns.setdefault(urgency, RoundRobinQueue()).push(key, item)
+
+    def pop(self, urgency: int, key: str) -> None:
+        """Remove the first item of a key, which has had its turn."""
+        self._turns[urgency].pop(key)
+        self._forget(urgency)
+
+    def remove(self, urgency: int, key: str, item: T) -> None:
+        """
+        Raises:
+            KeyError, ValueError: the item is not there.
+        """
+        self._turns[urgency].remove(key, item)
+        self._forget(urgency)
+
+    def clear(self) -> None:
+        self._turns.clear()
+
+    def _forget(self, urgency: int) -> None:
+        if not self._turns[urgency]:
+            del self._turns[urgency]

@@ -7,8 +7,9 @@ grammars from starving each other:
 - A request is answered by its deadline, counted from its submission, whatever it is waiting for: the queue, the start
   of the backend or the compilation itself.
 - A compilation is dropped, or killed if it runs, when no request waits for it any more.
-- Keys take turns, and each may fill only a part of the queue. The key is the tenant that the router names for
-  its client (`headers.TENANT`); requests without a tenant share a key.
+- The most urgent requests go first, and others neither keep their place in the queue nor count for its bounds. Of
+  equally urgent ones keys take turns, and each may fill only a part of the queue. The key is the tenant that the router
+  names for its client (`headers.TENANT`); requests without a tenant share a key.
 - A compilation for requests of several keys belongs to each of these keys: it starts at the first turn of any of them,
   continues while a request of any of them waits, and counts for the key that has the fewest long compilations.
 - A compilation that takes longer than `QUANTUM_S` yields its slot and continues at a lower priority. Only a few of them
@@ -27,7 +28,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from argosy_engine.fair_shares import RoundRobinQueue, TenantShares
+from argosy_engine.fair_shares import TenantShares, UrgentFirst
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -138,18 +139,19 @@ def start_thread(target: Callable[[], None]) -> None:
 class _Waiter(NamedTuple):
     done: Done
     deadline: float
-    key: str
+    place: tuple[int, str]
+    """Urgency and key."""
 
 
 class _Job:
-    __slots__ = ("compilation", "is_long", "is_over", "keys", "spec", "started_at", "waiters")
+    __slots__ = ("compilation", "is_long", "is_over", "places", "spec", "started_at", "waiters")
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
         self.waiters: dict[str, _Waiter] = {}
         """Request id -> waiter."""
-        self.keys: Counter[str] = Counter()
-        """Keys that the job belongs to -> waiting requests of each. Until it starts it is queued under each of them."""
+        self.places: Counter[tuple[int, str]] = Counter()
+        """Urgency and key of its requests -> how many wait. Until it starts it is queued in each of these places."""
         self.compilation: Compilation | None = None
         self.started_at: float | None = None
         self.is_long = False
@@ -185,7 +187,7 @@ class CompileQueue:
         self._clock = clock
         self._start_thread = start_thread
         self._lock = threading.Lock()
-        self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
+        self._queue: UrgentFirst[_Job] = UrgentFirst()
         self._jobs: dict[GrammarSpec, _Job] = {}
         """Queued and running jobs."""
         self._job_of: dict[str, _Job] = {}
@@ -230,18 +232,22 @@ class CompileQueue:
             if not self._is_closed:
                 logger.warning("compiling grammars could not be prepared: %s", error)
 
-    def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> Grammar | None:
+    def submit(
+        self, request_id: str, spec: GrammarSpec, done: Done, key: str = "", urgency: int = 0
+    ) -> Grammar | None:
         """Return the grammar if it is cached; else return None and call `done` when it is compiled or has failed.
 
         Args:
             key: key for fair queueing; see the module's docstring.
+            urgency: lower goes first.
         """
         with self._lock:
             grammar = self._cache.get(spec)
             if grammar is not None:
                 self._cache.move_to_end(spec)
                 return grammar
-            refusal = self._refusal(spec, key)
+            place = urgency, key
+            refusal = self._refusal(spec, place)
             answers: list[tuple[Done, Grammar | NoGrammar]]
             if refusal is not None:
                 answers = [(done, refusal)]
@@ -249,7 +255,7 @@ class CompileQueue:
                 job = self._jobs.get(spec)
                 if job is None:
                     job = self._jobs[spec] = _Job(spec)
-                self._join(job, request_id, _Waiter(done, self._clock() + self.deadline_s, key))
+                self._join(job, request_id, _Waiter(done, self._clock() + self.deadline_s, place))
                 answers = self._dispatch()
         _answer(answers)
         return None
@@ -296,35 +302,43 @@ class CompileQueue:
         _answer(answers)
         self._backend.close()
 
-    def _refusal(self, spec: GrammarSpec, key: str) -> NoGrammar | None:
+    def _refusal(self, spec: GrammarSpec, place: tuple[int, str]) -> NoGrammar | None:
         if self._is_closed:
             return _CLOSED
         job = self._jobs.get(spec)
-        if job is not None and (job.started_at is not None or key in job.keys):
+        if job is not None and (job.started_at is not None or place in job.places):
             return None
         if job is None and spec in self._expired:
             if self._clock() < self._expired[spec]:
                 return self._expiry
             del self._expired[spec]
-        is_full = job is None and self.num_queued >= MAX_QUEUED
-        return _QUEUE_FULL if is_full or self._queue.count(key) >= MAX_QUEUED_PER_KEY else None
+        urgency, key = place
+        is_full = self._queue.count(key, urgency) >= MAX_QUEUED_PER_KEY
+        if job is None and self.num_queued >= MAX_QUEUED:
+            is_full |= self._num_queued_before(urgency) >= MAX_QUEUED
+        return _QUEUE_FULL if is_full else None
+
+    def _num_queued_before(self, urgency: int) -> int:
+        """Return the number of queued jobs that are as urgent or more: others keep nobody's place."""
+        queued = [job for job in self._jobs.values() if job.started_at is None]
+        return sum(min(job.places)[0] <= urgency for job in queued)
 
     def _join(self, job: _Job, request_id: str, waiter: _Waiter) -> None:
-        if job.started_at is None and waiter.key not in job.keys:
-            self._queue.push(waiter.key, job)
-        job.keys[waiter.key] += 1
+        if job.started_at is None and waiter.place not in job.places:
+            self._queue.push(*waiter.place, job)
+        job.places[waiter.place] += 1
         job.waiters[request_id] = waiter
         self._job_of[request_id] = job
 
     def _leave(self, job: _Job, request_id: str) -> Done:
         """Remove a request from its job and return its callback. The caller must drop a job without requests."""
-        done, _, key = job.waiters.pop(request_id)
+        done, _, place = job.waiters.pop(request_id)
         self._job_of.pop(request_id, None)
-        job.keys[key] -= 1
-        if not job.keys[key]:
-            del job.keys[key]
+        job.places[place] -= 1
+        if not job.places[place]:
+            del job.places[place]
             if job.started_at is None:
-                self._queue.remove(key, job)
+                self._queue.remove(*place, job)
         return done
 
     @property
@@ -335,12 +349,13 @@ class CompileQueue:
         """Start queued jobs while there are free slots; return the answers for those that could not be started."""
         answers = []
         while self._num_quick < self._num_threads and not self._is_closed:
-            turn = self._queue.pop()
+            turn = next(self._queue.firsts(), None)
             if turn is None:
                 break
-            key, job = turn
-            for other in job.keys.keys() - {key}:
-                self._queue.remove(other, job)
+            urgency, key, job = turn
+            self._queue.pop(urgency, key)
+            for other in job.places.keys() - {(urgency, key)}:
+                self._queue.remove(*other, job)
             job.started_at = self._clock()
             self._num_quick += 1
             try:
@@ -423,8 +438,9 @@ class CompileQueue:
         A job of several keys counts for the key that has the fewest, so that no key is charged for waiting for the same
         grammar as a greedy one.
         """
-        counts = Counter(key for job in self._long for key in job.keys)
-        payers = [min(job.keys, key=lambda key: (counts[key], key)) for job in self._long]
+        keys = [{key for _, key in job.places} for job in self._long]
+        counts = Counter(key for each in keys for key in each)
+        payers = [min(each, key=lambda key: (counts[key], key)) for each in keys]
         counts = Counter(payers)
         most = max(counts.values())
         return next(
@@ -521,8 +537,8 @@ class HeldGrammars:
         self.all = _Holders(max_bytes)
         self._deferred: dict[str, _Hold] = {}
         """Requests that hold none."""
-        self._turns: dict[int, RoundRobinQueue[str]] = {}
-        """The same requests, by urgency and tenant."""
+        self._turns: UrgentFirst[str] = UrgentFirst()
+        """The same requests, by tenant."""
         self._resumed: set[str] = set()
         """Requests that have their room, and whose grammar is compiled again."""
 
@@ -590,18 +606,14 @@ class HeldGrammars:
         self._resumed.discard(request_id)
         wanted = self._deferred.pop(request_id, None)
         if wanted is not None:
-            turns = self._turns[wanted.urgency]
-            turns.remove(wanted.key, request_id)
-            if not turns:
-                del self._turns[wanted.urgency]
+            self._turns.remove(wanted.urgency, wanted.key, request_id)
         self._let_go(request_id)
 
     def _next(self) -> str | None:
         """Return the request that is to get room next."""
-        for urgency in sorted(self._turns):
-            for _, request_id in self._turns[urgency].firsts():
-                if not self.all.exceeds_share(self._deferred[request_id]):
-                    return request_id
+        for _, _, request_id in self._turns.firsts():
+            if not self.all.exceeds_share(self._deferred[request_id]):
+                return request_id
         return None
 
     def _take_next(self, request_id: str) -> bool:
@@ -610,10 +622,7 @@ class HeldGrammars:
         if self._next() != request_id or not self._has_room(wanted):
             return False
         del self._deferred[request_id]
-        turns = self._turns[wanted.urgency]
-        turns.pop(wanted.key)
-        if not turns:
-            del self._turns[wanted.urgency]
+        self._turns.pop(wanted.urgency, wanted.key)
         return True
 
     def _has_room(self, wanted: _Hold) -> bool:
@@ -621,7 +630,7 @@ class HeldGrammars:
 
     def _defer(self, request_id: str, wanted: _Hold) -> None:
         self._deferred[request_id] = wanted
-        self._turns.setdefault(wanted.urgency, RoundRobinQueue()).push(wanted.key, request_id)
+        self._turns.push(wanted.urgency, wanted.key, request_id)
 
     def _hold(self, request_id: str, hold: _Hold) -> None:
         for holders in (self.waiting, self.all):

@@ -208,7 +208,7 @@ class StructuredOutputManager:
             return
         done = partial(self._finished, request_id)
         try:
-            grammar = self.compile_queue.submit(request_id, request.spec, done, key)
+            grammar = self.compile_queue.submit(request_id, request.spec, done, key, urgency)
         except BaseException:
             del self._waiting[request_id]
             raise
