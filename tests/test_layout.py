@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "argosy_protocol": "protocol",
+    "argosy_http": "protocol",
     "argosy_fetcher": "fetcher",
     "argosy_resource": "operator",
     "argosy_operator": "operator",

@@ -124,15 +124,15 @@ def list_models(argosy: Path) -> None:
 
 PARTS = {
     "router": Part(
-        ("argosy_protocol", "argosy_router"), ("router",), TRACES | {"grpc", "google"}, serve_router,
+        ("argosy_protocol", "argosy_http", "argosy_router"), ("router",), TRACES | {"grpc", "google"}, serve_router,
     ),
     "batch": Part(
-        ("argosy_protocol", "argosy_batch"), ("batch",), TRACES | {"obstore"}, serve_batch,
+        ("argosy_protocol", "argosy_http", "argosy_batch"), ("batch",), TRACES | {"obstore"}, serve_batch,
     ),
     "operator": Part(("argosy_protocol", "argosy_resource", "argosy_operator"), ("operator", "crd")),
     "fetch": Part(("argosy_protocol", "argosy_fetcher"), ("models", "models pull"), use=list_models),
     "engine": Part(
-        ("argosy_protocol", "argosy_engine"), ("serve", "doctor"),
+        ("argosy_protocol", "argosy_http", "argosy_engine"), ("serve", "doctor"),
         TRACES | {"flash_attn", "mistral_common", "ray", "triton"},
         serve_engine,
     ),

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -22,13 +21,14 @@ from argosy_batch.app import BatchApp, BatchMetrics
 from argosy_batch.batch_run import BatchRun, BatchRunner, RunContext
 from argosy_batch.batches import BatchesApi, BatchLeases, BatchRecords
 from argosy_batch.config import BatchConfig, ConfigError
-from argosy_batch.connections import RouterConnection
 from argosy_batch.directory_store import DirectoryStore
 from argosy_batch.files_api import FilesApi
 from argosy_batch.line_requests import LinePace, LineRequests
 from argosy_batch.object_store import BlobStore, ObjectStore, Quota
 from argosy_batch.router_client import AnswerMemory, RouterClient, notice_lost_peers
 from argosy_batch.stored_responses import StoredResponses
+from argosy_http.bounded_protocol import BoundedProtocol, HttpLimits
+from argosy_http.server import EmbeddedServer
 from argosy_protocol.batch_program import batch_keys
 from argosy_protocol.fleet_keys import LOOK_EVERY_S, FleetKeys
 from argosy_protocol.headers import KeyRing
@@ -73,6 +73,13 @@ def open_blobs(location: str) -> BlobStore:
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
+LIMITS: Final = HttpLimits(
+    max_headers=100,
+    min_body_rate=0,  # an upload comes as slowly as the router's client sends it
+    write_stall_s=600.0,  # a file is read as slowly as that
+    max_silent=1024,
+)
+"""Bounds of the connections of routers."""
 
 
 class BatchProgram:
@@ -138,10 +145,10 @@ class BatchProgram:
             lambda: not self.stopping.is_set(),
         ).asgi()
         """The HTTP application, which `server` serves."""
-        self.server = _Server(
+        self.server = EmbeddedServer(
             uvicorn.Config(
                 self.app,
-                http=partial(RouterConnection, idle={}),  # type: ignore[arg-type]
+                http=BoundedProtocol.for_server(limits=LIMITS),
                 log_config=None,
                 ws="none",
                 access_log=False,
@@ -212,19 +219,3 @@ class BatchProgram:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._fleet_keys.look():
                 self._keys.replace(batch_keys(self._fleet_keys.keys))
-
-
-class _Server(uvicorn.Server):
-    """uvicorn in the program's event loop, without its signal handlers."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

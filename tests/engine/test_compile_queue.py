@@ -19,7 +19,6 @@ from argosy_engine.structured.compile_queue import (
     BackendUnavailable,
     CompileQueue,
     NoGrammar,
-    grammar_bytes,
     start_thread,
 )
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
@@ -73,7 +72,7 @@ class FakeCompilation:
             raise BackendUnavailable("killed")
         if spec.text == "bad":
             raise RuntimeError("[10:11:12] /native/parser.cc:1: Rule x is not defined")
-        return SimpleNamespace(memory_size_bytes=100 - len(spec.text), text=spec.text)
+        return SimpleNamespace(num_bytes=100, text=spec.text)
 
     def kill(self) -> None:
         self._may_end.set()
@@ -126,10 +125,11 @@ class Rig:
         start_thread(target)
         assert self.backend.begun.acquire(timeout=30)
 
-    def submit(self, text: str, key: str = "") -> Waiter:
-        """Asks for a grammar; the request's id is its text and key."""
+    def submit(self, text: str, key: str = "", urgency: int = 0) -> Waiter:
+        """Asks for a grammar; the request's id is its text, key and urgency."""
         waiter = Waiter()
-        grammar = self.queue.submit(text + key, GrammarSpec("grammar", text), waiter, key)
+        request_id = f"{text}{key}{urgency or ''}"
+        grammar = self.queue.submit(request_id, GrammarSpec("grammar", text), waiter, key, urgency)
         if grammar is not None:
             waiter(grammar)
         return waiter
@@ -146,15 +146,14 @@ class Rig:
 
 
 def test_equal_grammars_are_compiled_once_and_kept_within_the_cache() -> None:
-    each = grammar_bytes(GrammarSpec("grammar", "a"), SimpleNamespace(memory_size_bytes=99))
-    limit = each * 7 // 2
+    limit = 350
     rig = Rig(num_threads=2, cache_bytes=limit)
     for text in ("a", "b", "c"):
         assert rig.compile(text).text == text
     assert rig.compile("a").text == "a"  # used last
     assert rig.compile("d").text == "d"  # evicts b
     assert rig.backend.compiled == ["a", "b", "c", "d"]
-    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 3 * each)
+    assert (rig.queue.num_cached, rig.queue.cached_bytes) == (3, 300)
     assert rig.compile("b").text == "b"
     assert rig.backend.compiled == ["a", "b", "c", "d", "b"]
     for number in range(50):
@@ -339,6 +338,28 @@ def test_the_key_with_most_long_compilations_loses_its_newest() -> None:
     assert greedy[-1].wait().is_overload
     assert not modest.is_done
     assert not any(waiter.is_done for waiter in greedy[:-1])
+
+
+def test_more_urgent_requests_go_first_and_find_a_queue_full_of_others_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of one key, or of all, that could wait kept its urgent ones from being compiled at all."""
+    monkeypatch.setattr("argosy_engine.structured.compile_queue.MAX_QUEUED", 4)
+    monkeypatch.setattr("argosy_engine.structured.compile_queue.MAX_QUEUED_PER_KEY", 2)
+    rig = Rig()
+    slow = rig.submit("slow")
+    later = [rig.submit(f"later {number}", "ab"[number % 2], 10) for number in range(4)]
+    shared = rig.submit("later 3", "c", 5)
+    assert rig.submit("latest", "d", 10).wait().is_overload, "the queue is full"
+    urgent = [rig.submit(f"urgent {number}", "a") for number in range(2)]
+    assert rig.submit("urgent 2", "a").wait().is_overload, "so many may wait of one key"
+    rig.backend.released.set()
+    rig.queue.cancel("slow")
+    for waiter in (*urgent, shared, *later):
+        assert waiter.wait().text
+    order = ["slow", "urgent 0", "urgent 1", "later 3", "later 0", "later 1", "later 2"]
+    assert rig.backend.compiled == order
+    assert not slow.is_done
 
 
 def test_one_key_cannot_fill_the_queue() -> None:

@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 
 from argosy_engine.api.app import add_http_layers
 from argosy_engine.api.http.asgi_layers import CustomMiddleware
-from argosy_engine.api.http.http_protocol import offer_client_connection
 from argosy_engine.api.serve import parse_args
 from argosy_engine.errors import ConfigError
+from argosy_http.bounded_protocol import offer_client_connection
 from argosy_protocol.headers import KeyRing
 
 KEY = {"authorization": "Bearer k"}

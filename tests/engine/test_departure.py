@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http.http_protocol import BoundedProtocol, client_connection
 from argosy_engine.api.http.http_responses import WatchedResponse
+from argosy_http.bounded_protocol import BoundedProtocol, client_connection
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from tokenizers import decoders, models
 from tokenizers.decoders import DecodeStream
 
+from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.tokenizer import Tokenizer
+from argosy_engine.frontend.tokenizer import MAX_DECODED_TOKENS, Tokenizer
 from argosy_engine.params import SamplingParams
 from small_tokenizers import byte_fallback_tokenizer
 
@@ -49,6 +50,23 @@ def test_detokenising_in_pieces_gives_the_whole_text(
     tokenizer = tokenizers[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert detokenize(tokenizer, ids, groups)[0] == tokenizer.decode(ids)
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 1023), max_size=12), size=st.integers(1, 4))
+def test_decoding_in_slices_gives_the_same_text(tokenizer: Tokenizer, ids: list[int], size: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("argosy_engine.frontend.tokenizer.SLICE_TOKENS", size)
+        assert tokenizer.decode_long(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_only_tokens_that_are_bytes_are_decoded_without_a_bound(tokenizers: dict[str, Tokenizer]) -> None:
+    """The library decodes all tokens in one call, in which time no other thread runs."""
+    ids = [100] * (MAX_DECODED_TOKENS + 1)
+    assert tokenizers["bytes"].decode_long(ids) == tokenizers["bytes"].decode([100]) * len(ids)
+    assert tokenizers["byte fallback"].decode_long(ids[1:])
+    with pytest.raises(InvalidRequest, match="send them in parts"):
+        tokenizers["byte fallback"].decode_long(ids)
 
 
 @settings(max_examples=400, deadline=None)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from argosy_engine.api.http.http_protocol import ClientConnection, HttpLimits, client_connection, protocol_of
 from argosy_engine.api.http.http_server import HttpServer
+from argosy_http.bounded_protocol import ClientConnection, ConnectionLimit, HttpLimits, client_connection
 
 PIECE = bytes(range(256)) * 256
 pytestmark = pytest.mark.timeout(60)
@@ -27,7 +27,7 @@ class Served:
         self.answer: Answer
         config = uvicorn.Config(
             self._app,
-            http=protocol_of(100, HttpLimits()),
+            http=ConnectionLimit.for_server(max_connections=50, limits=HttpLimits()),
             lifespan="off",
             log_config=None,
             log_level="critical",

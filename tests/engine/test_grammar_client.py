@@ -115,7 +115,7 @@ def test_grammars_are_the_same_as_those_compiled_here(client: GrammarClient, spe
 
     here = XGrammarBackend(lambda: Vocabulary(Path(ARGS.model_path), 1024, (EOS,)), 1).compile(spec)
     masks = []
-    for grammar in (here, client.new_compilation().run(spec)):
+    for grammar in (here, client.new_compilation().run(spec).compiled):
         mask = np.zeros((1, 32), np.int32)
         GrammarState(grammar, None, (EOS,)).fill(mask, 0)
         masks.append(mask.tobytes())

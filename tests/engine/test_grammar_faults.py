@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from argosy_engine import LLM, SamplingParams, StructuredOutputsParams
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.engine_core import EngineCore, Watchdog
 from argosy_engine.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
-from argosy_engine.structured.compile_queue import CompileQueue
+from argosy_engine.structured.compile_queue import CompileQueue, Grammar
 from argosy_engine.structured.grammar_state import GrammarState
 from argosy_engine.structured.manager import GrammarRequest, StructuredOutputManager
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
@@ -153,7 +153,7 @@ class NeverCompiles:
 
 class CompilesAtOnce(NeverCompiles):
     def run(self, spec: GrammarSpec) -> Any:
-        return SimpleNamespace(memory_size_bytes=1, text=spec.text)
+        return Grammar(cast("Any", SimpleNamespace(text=spec.text)), 1)
 
 
 @pytest.mark.parametrize(

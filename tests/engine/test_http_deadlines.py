@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http.http_protocol import GRACE_S, BoundedProtocol, HttpLimits
+from argosy_http.bounded_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
 STALL_S = 60.0
@@ -104,7 +105,7 @@ class Wire(asyncio.Transport):
 class Connection:
     """A client's connection to an application that reads a body and answers when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: type[BoundedProtocol] | None = None) -> None:
         self.clock, self.wire = Clock(), Wire()
         self.may_read, self.may_answer = asyncio.Event(), asyncio.Event()
         self.may_read.set()
@@ -118,7 +119,7 @@ class Connection:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         config.load()
-        self.protocol = Protocol(config, ServerState(), {}, self.clock)  # type: ignore[arg-type]
+        self.protocol = (protocol or Protocol)(config, ServerState(), {}, self.clock)  # type: ignore[arg-type]
         self.protocol.connection_made(self.wire)
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
@@ -298,8 +299,9 @@ async def test_a_second_request_has_a_deadline_of_its_own(client: Connection) ->
     assert (client.status, client.wire.is_closed) == (408, True)
 
 
-async def test_an_unread_body_does_not_keep_the_connection(client: Connection) -> None:
-    """The answer came before the body did."""
+@pytest.mark.parametrize("comes", [False, True])
+async def test_an_unread_body_does_not_keep_the_connection(client: Connection, comes: bool) -> None:
+    """The answer came before the body did, and its bytes end uvicorn's timer for idle connections."""
 
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
@@ -308,8 +310,38 @@ async def test_an_unread_body_does_not_keep_the_connection(client: Connection) -
     client.protocol.app = refuse  # type: ignore[assignment]
     await client.send(HEAD + b"content-length: 1000\r\n\r\nx")
     assert client.status == 401
-    await client.clock.advance(BODY_S + 1)
+    if comes:
+        await client.send(b"x" * 999)
+    await client.clock.advance(KEEP_ALIVE_S - 1 if comes else BODY_S - 1)
+    assert not client.wire.is_closed
+    await client.clock.advance(2)
     assert client.wire.is_closed
+
+
+async def test_of_too_many_silent_connections_the_one_that_was_so_for_longest_is_cut() -> None:
+    """Those whose request is being answered stay, and so does one that has come before and asked again."""
+    limited = Protocol.for_server(limits=replace(Protocol.limits, max_silent=3))
+    answered = Connection(limited)
+    answered.may_answer.clear()
+    await answered.send(HEAD + b"content-length: 0\r\n\r\n")
+    first, left, idle = (Connection(limited) for _ in range(3))
+    await first.send(HEAD + b"content-length: 0\r\n\r\n")
+    assert list(limited.silent) == [left.protocol, idle.protocol, first.protocol]
+    last = Connection(limited)
+    assert [each.wire.is_gone for each in (answered, first, left, idle, last)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    answered.may_answer.set()
+    await settle()
+    assert [each.wire.is_gone for each in (first, answered, idle, last)] == [False, False, True, False]
+    answered.protocol.pause_writing()
+    for each in (answered, first, left, idle, last):
+        each.protocol.connection_lost(None)
+    assert not limited.silent
 
 
 REFUSED = {

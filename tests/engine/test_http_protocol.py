@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from argosy_engine.api.http.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedProtocol
+from argosy_http.bounded_protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedProtocol
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from argosy_engine.api.http.http_protocol import HttpLimits, protocol_of
 from argosy_engine.api.http.http_server import HttpServer
+from argosy_http.bounded_protocol import ConnectionLimit, HttpLimits
 
 FOR_EVER_S = 3600.0
 REQUEST = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -28,7 +28,7 @@ class Served:
         self.is_asked = asyncio.Event()
         config = uvicorn.Config(
             self._answer,
-            http=protocol_of(100, HttpLimits()),
+            http=ConnectionLimit.for_server(max_connections=50, limits=HttpLimits()),
             lifespan="off",
             log_config=None,
             log_level="critical",

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from argosy_engine.api.http.asgi_layers import RequestLimits
-from argosy_engine.api.http.http_protocol import MAX_TURNED_AWAY, HttpLimits, protocol_of
+from argosy_http.bounded_protocol import MAX_TURNED_AWAY, ConnectionLimit, HttpLimits
 
 FEW_CONNECTIONS = 2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -35,7 +35,10 @@ async def port(max_connections: int) -> AsyncIterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         RequestLimits(answer),
-        http=protocol_of(2 * max_connections, HttpLimits(linger_s=60.0)),  # a busy machine sends slowly
+        http=ConnectionLimit.for_server(
+            max_connections=max_connections,
+            limits=HttpLimits(linger_s=60.0),  # a busy machine sends slowly
+        ),
         lifespan="off",
         log_level="critical",
     )

@@ -187,7 +187,7 @@ def test_chats_have_the_librarys_tokens(folders: dict[str, Path], name: str) -> 
     wanted = library.encode_chat_completion(MistralRequest.from_openai(TALK, TOOLS)).tokens
     prompt = renderer.render_chat(chat(TALK, tools=TOOLS))
     assert prompt.token_ids == wanted
-    assert prompt.token_ids == renderer.chat_tokens(chat(TALK, tools=TOOLS))
+    assert prompt.token_ids == renderer.encode_chat(chat(TALK, tools=TOOLS)).ids
     without = library.encode_chat_completion(MistralRequest.from_openai(TALK)).tokens
     assert renderer.render_chat(chat(TALK, tools=TOOLS, tool_choice="none")).token_ids == without != wanted
     if name != "sentencepiece":
@@ -320,7 +320,7 @@ def test_a_long_chat_is_refused_or_truncated(folders: dict[str, Path]) -> None:
         renderer.render_chat(chat(long))
     kept = renderer.render_chat(chat(long, truncate_prompt_tokens=8))
     assert kept.is_truncated
-    assert kept.token_ids == renderer.chat_tokens(chat([{"role": "user", "content": "ab " * 100}]))[-8:]
+    assert kept.token_ids == renderer.encode_chat(chat([{"role": "user", "content": "ab " * 100}])).ids[-8:]
 
 
 def test_chunks_of_the_router_end_where_their_tokens_do(folders: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import re
 import shutil
 import subprocess
 import sys
@@ -146,6 +147,17 @@ def test_nothing_is_read_before_the_headers_fit(llama: Path, monkeypatch: pytest
 
 
 # Damaged and hostile files
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [([1] * 17, "length <= 16"), ([-1], ">= 0"), ([1 << 70], "<= 9223372036854775807")]
+)
+def test_a_shape_that_no_tensor_has_is_refused(shape: list[int], message: str, tmp_path: Path) -> None:
+    """The product of tens of thousands of large numbers takes seconds to compute."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        checkpoint_elements(tmp_path)
 
 
 def test_damaged_files_are_refused(llama: Path) -> None:

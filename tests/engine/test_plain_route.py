@@ -77,7 +77,9 @@ def with_routes(app: FastAPI) -> FastAPI:
 def plain_app() -> PlainApp:
     app = PlainApp(docs_url=None, redoc_url=None, openapi_url=None)
     with_routes(app)
-    app.find_plain_routes()
+    app.call_directly(
+        {"/echo", "/headers", "/missing", "/teapot", "/broken", "/broken/stream", "/broken/response"}
+    )
     return app
 
 

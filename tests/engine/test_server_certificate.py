@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 import uvloop
 
-from argosy_engine.api.http.http_protocol import MAX_TURNED_AWAY, HttpLimits, protocol_of
 from argosy_engine.api.http.http_server import CertificateFiles, HttpServer, ServerCertificate
 from argosy_engine.errors import ConfigError
+from argosy_http.bounded_protocol import MAX_TURNED_AWAY, ConnectionLimit, HttpLimits
 from loopback_certificate import issue_certificate
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,7 +49,7 @@ async def serving(certificate: ServerCertificate, limits: HttpLimits) -> AsyncIt
     """Serve HTTPS, and yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    protocol = protocol_of(2 * MAX_CONNECTIONS, limits)
+    protocol = ConnectionLimit.for_server(max_connections=MAX_CONNECTIONS, limits=limits)
     config = uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, interface="asgi3")
     server = HttpServer(config, certificate)
     task = asyncio.create_task(server.serve([listener]))

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from argosy_engine.structured.compile_queue import CompileQueue
+from argosy_engine.structured.compile_queue import CompileQueue, Grammar
 from argosy_engine.structured.manager import (
     MAX_STUCK,
     MAX_STUCK_RUNNING,
@@ -53,7 +53,7 @@ class Matcher:
 
 class Compilation:
     def run(self, spec: GrammarSpec) -> Any:
-        return SimpleNamespace(memory_size_bytes=1, text=spec.text)
+        return Grammar(cast("Any", SimpleNamespace(text=spec.text)), 1)
 
     def kill(self) -> None: ...
 

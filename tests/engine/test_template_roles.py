@@ -169,8 +169,8 @@ def test_a_template_may_change_what_it_renders(changed: str) -> None:
 
 
 def test_the_number_of_roles_is_bounded() -> None:
-    messages = [{"role": f"r{number}", "content": "x"} for number in range(65)]
-    assert ChatTemplate(ANY_ROLE, {}).render(chat(messages=messages[:64])).endswith("<r63>x")
-    with pytest.raises(InvalidRequest, match="65 roles; at most 64") as caught:
+    messages = [{"role": f"r{number}", "content": "x"} for number in range(17)]
+    assert ChatTemplate(ANY_ROLE, {}).render(chat(messages=messages[:16])).endswith("<r15>x")
+    with pytest.raises(InvalidRequest, match="17 roles; at most 16") as caught:
         ChatTemplate(ANY_ROLE, {}).render(chat(messages=messages))
     assert caught.value.param == "messages"

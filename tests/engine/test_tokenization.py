@@ -75,6 +75,25 @@ async def test_texts_longer_than_the_context_can_be_counted(http: httpx.AsyncCli
     assert (await tokens(http, prompt="fox " * LIMIT))["count"] >= LIMIT
 
 
+async def test_lists_of_tokens_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To list many tokens holds the interpreter, in which time nobody else is answered."""
+    most = 2 * LIMIT
+    monkeypatch.setattr("argosy_engine.api.endpoints.engine_routes.MAX_LISTED_TOKENS", most)
+    fitting, chat = "fox " * (LIMIT // 2), {"messages": [{"role": "user", "content": "fox " * LIMIT}]}
+    ids = (await tokens(http, prompt=fitting))["tokens"]
+    assert len(ids) <= most
+    for path, body in [
+        ("/tokenize", {"prompt": fitting * 3}),
+        ("/tokenize", chat),
+        ("/detokenize", {"tokens": [5] * (most + 1)}),
+    ]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 400
+        assert f"at most {most} are taken; send it in parts" in answer.json()["error"]["message"]
+    monkeypatch.setattr("argosy_engine.api.endpoints.engine_routes.MAX_LISTED_TOKENS", 1)
+    assert len((await tokens(http, prompt="fox"))["tokens"]) > 1, "a prompt as long as the context is listed"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from argosy_batch import connections, program
+from argosy_batch import program
 from argosy_batch.config import BatchConfig
-from argosy_batch.connections import RouterConnection
+from argosy_http.bounded_protocol import BoundedProtocol
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.response_history import referenced_responses
 from argosy_protocol.responses import decode_responses_request
-from argosy_router.admin.server import AdminConnection
+from argosy_router.admin.server import AdminServer
 from argosy_router.proxy.answer_tokens import without_progress
 
 PIECE = 64 * 1024
@@ -44,6 +45,12 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.aborted
 
+    def can_write_eof(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -52,12 +59,8 @@ class Wire(asyncio.Transport):
 async def application(scope: Any, receive: Any, send: Any) -> None: ...
 
 
-def admin(config: uvicorn.Config) -> HttpToolsProtocol:
-    return AdminConnection(config=config, server_state=ServerState(), app_state={}, silent={})
-
-
-def batch(config: uvicorn.Config) -> HttpToolsProtocol:
-    return RouterConnection(config=config, server_state=ServerState(), app_state={}, idle={})
+ADMIN = AdminServer(Starlette(), "127.0.0.1", 0).config.http_protocol_class
+BATCH = BoundedProtocol.for_server(limits=program.LIMITS)
 
 
 def headers() -> Iterator[bytes]:
@@ -79,13 +82,14 @@ def value() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("pieces", [headers, target, value])
-@pytest.mark.parametrize("connection", [admin, batch])
+@pytest.mark.parametrize("connection", [ADMIN, BATCH], ids=["admin", "batch"])
 async def test_a_head_without_an_end_is_cut(
-    connection: Callable[[uvicorn.Config], HttpToolsProtocol], pieces: Callable[[], Iterator[bytes]]
+    connection: type[BoundedProtocol], pieces: Callable[[], Iterator[bytes]]
 ) -> None:
     config = uvicorn.Config(application, log_config=None, ws="none", lifespan="off")
     config.load()
-    protocol, wire = connection(config), Wire()
+    protocol = connection(config=config, server_state=ServerState(), app_state={})
+    wire = Wire()
     protocol.connection_made(wire)
     sent = 0
     for piece in pieces():
@@ -103,7 +107,7 @@ async def test_connections_that_say_nothing_leave_room_for_those_that_do(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "MAX_CONNECTIONS", 64)
-    monkeypatch.setattr(connections, "MAX_IDLE", 16)
+    monkeypatch.setattr(program, "LIMITS", replace(program.LIMITS, max_silent=16))
     serving = program.BatchProgram(BatchConfig(port=0, storage=str(tmp_path), fleet_key=b"k" * 32))
     async with serving.serving():
         silent = [await asyncio.open_connection("127.0.0.1", serving.port) for _ in range(64)]

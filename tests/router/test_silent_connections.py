@@ -239,9 +239,9 @@ async def test_the_admin_port_keeps_no_connection_that_has_its_answer(
 ) -> None:
     from argosy_router.admin import server as admin_connections
 
+    monkeypatch.setattr(admin_connections, "REQUEST_TIMEOUT_S", 0.01)
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
         reader, writer = await connect_admin(stack, r)
-        monkeypatch.setattr(admin_connections, "HEAD_TIMEOUT_S", 0.01)
         writer.write(UNREAD_BODY)
         assert (await answer(reader))[0] == 405
         writer.write(after)
@@ -267,8 +267,9 @@ async def test_the_admin_port_waits_so_long_for_a_client_that_does_not_read(
 async def test_the_admin_port_waits_so_long_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     from argosy_router.admin import server as admin_connections
 
-    monkeypatch.setattr(admin_connections, "HEAD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(admin_connections, "REQUEST_TIMEOUT_S", 0.01)
     async with rig([FakeEngine()], admin_port=0) as r, contextlib.AsyncExitStack() as stack:
         reader, writer = await connect_admin(stack, r)
         writer.write(b"GET /health HTTP/1.1\r\nhost: ")
+        assert (await answer(reader))[0] == 408
         assert await is_closed(reader)

@@ -3,11 +3,11 @@
 The server listens from the first second: while the model loads, /health answers 200 (the process lives), /ready 503
 with the phase, and requests 503 with a retry hint.
 
-`PlainApp` is FastAPI without its parameters and layers, for endpoints that take the request alone. FastAPI makes an
-endpoint's arguments by declared types and validates its result, and every request passes seven layers and a search
-through all routes before that; our endpoints decode with msgspec and return responses, so they are called at once.
-Invariant: a request is answered as FastAPI would answer it, errors included; only the layers that an application adds
-by `add_middleware` would not see it, and there are none: ours are those of `add_http_layers`.
+`PlainApp` calls the endpoints that generate itself. FastAPI makes an endpoint's arguments by declared types and
+validates its result, and every request passes seven layers and a search through all routes before that; those endpoints
+decode with msgspec and return responses. Invariant: a request is answered as FastAPI would answer it, errors included;
+only the layers that an application adds by `add_middleware` would not see it, and there are none: ours are those of
+`add_http_layers`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -57,7 +57,6 @@ from argosy_engine.api.http.asgi_layers import (
     RootPath,
     is_request_id,
 )
-from argosy_engine.api.http.http_protocol import error_body, protocol_of
 from argosy_engine.api.http.http_responses import BodySend, read_body
 from argosy_engine.api.http.http_server import HttpServer, ServerCertificate
 from argosy_engine.api.observability.request_records import RequestRecords
@@ -67,6 +66,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_fetcher.errors import FetchError
 from argosy_fetcher.source_uri import from_argument
+from argosy_http.bounded_protocol import ConnectionLimit, error_body
 from argosy_protocol import __version__, headers
 from argosy_protocol.anthropic import (
     is_messages_path,
@@ -146,43 +146,24 @@ class _PlainRequest(Request):
         return _IndexedHeaders(self.scope)
 
 
-class PlainRoute(APIRoute):
-    @property
-    def is_plain(self) -> bool:
-        """Whether the endpoint takes the request and nothing else."""
-        return list(inspect.signature(self.endpoint).parameters) == ["request"]
-
-    def get_route_handler(self) -> _Endpoint:
-        return self.endpoint if self.is_plain else super().get_route_handler()
-
-
 class PlainApp(FastAPI):
-    """A FastAPI application that calls its plain endpoints itself, once `find_plain_routes` was called."""
+    """A FastAPI application that calls the endpoints of some routes itself."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.router.route_class = PlainRoute
-        self._endpoints: dict[tuple[str, str], _Endpoint] = {}
-        """By method and path."""
+        self._direct: dict[tuple[str, str], _Endpoint] = {}
+        """Endpoints by method and path."""
 
-    def find_plain_routes(self) -> None:
-        """Call the plain routes that there are by now directly, unless another one comes before them."""
-        taken: list[APIRoute] = []
+    def call_directly(self, paths: Collection[str]) -> None:
+        """Call the endpoints of the routes with these paths directly. They take the request alone."""
         for route in self.routes:
-            if not isinstance(route, APIRoute):
-                continue
-            is_direct = isinstance(route, PlainRoute) and route.is_plain and "{" not in route.path
-            for method in route.methods or () if is_direct else ():
-                if not any(
-                    method in (other.methods or ()) and other.path_regex.match(route.path) for other in taken
-                ):
-                    self._endpoints[method, route.path] = route.endpoint
-            taken.append(route)
+            if isinstance(route, APIRoute) and route.path in paths:
+                self._direct |= {(method, route.path): route.endpoint for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = None
         if scope["type"] == "http" and not scope.get("root_path"):
-            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+            endpoint = self._direct.get((scope["method"], scope["path"]))
         if endpoint is None:
             await super().__call__(scope, receive, send)
             return
@@ -242,7 +223,7 @@ def build_app(engine: Engine) -> PlainApp:
     if not engine.options.disable_fastapi_docs:
         add_openapi_routes(app)
     handle_errors(app)
-    app.find_plain_routes()
+    app.call_directly(GENERATION)
     return app
 
 
@@ -487,7 +468,11 @@ def make_http_server(
     admin_keys = KeyRing([*options.admin_api_key, *os.environ.get("ARGOSY_ADMIN_API_KEY", "").split(",")])
     config = uvicorn.Config(
         add_http_layers(app, options, keys, admin_keys, application),
-        http=protocol_of(num_descriptors, options.http_limits, on_slow_client),
+        http=ConnectionLimit.for_server(
+            max_connections=num_descriptors // 2,  # the other half is for what the process cannot do without
+            limits=options.http_limits,
+            on_slow_client=staticmethod(on_slow_client),
+        ),
         ws="none",  # the layers around the application know HTTP only
         log_config=None,  # uvicorn's records use our log format
         log_level="warning",

@@ -189,9 +189,9 @@ class OpenAIServing:
         self.check_model(chat.model)
 
         def count(chat: ChatCompletionRequest) -> int:
-            tokens = self.llm.renderer.chat_tokens(chat)
+            encoded = self.llm.renderer.encode_chat(chat)
             stop_if_abandoned()
-            return len(tokens)
+            return len(encoded)
 
         return await self.render_pool.run(size, count, chat, self.tenant)
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from argosy_engine.api.http.http_protocol import HttpLimits
 from argosy_engine.api.http.http_server import CertificateFiles
+from argosy_http.bounded_protocol import HttpLimits
 from argosy_protocol.program.flags import Flag, InvalidValue, origins_problem
 
 ITERATION_TIMEOUT_S = 120.0

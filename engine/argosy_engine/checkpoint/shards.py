@@ -11,9 +11,10 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import may_not_read, read_json
@@ -22,6 +23,8 @@ from argosy_engine.model_configs.sharding import Shard
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the format defines."""
 
+MAX_DIMENSIONS = 16
+"""Of a tensor. The product of tens of thousands takes Python seconds, and nothing ends it."""
 _MAX_NAME_BYTES = 255
 """What a file system takes as a file's name."""
 _MAX_SHOWN = 128
@@ -74,7 +77,7 @@ class StoredTensor(msgspec.Struct):
     """Header entry of one tensor."""
 
     dtype: str
-    shape: list[int]
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]], Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[int, int]
     """Begin and end (exclusive), relative to the start of the data."""
 

@@ -325,7 +325,10 @@ class EngineCore:
         # Once the output is complete, the grammar allows only EOS, so `ignore_eos` cannot be honoured.
         request.stop_ids |= self.scheduler.eos_token_ids
         try:
-            self.structured.add(request.request_id, message.grammar, message.resume_token_ids, message.tenant)
+            urgency = request.queue_key[0]
+            self.structured.add(
+                request.request_id, message.grammar, message.resume_token_ids, message.tenant, urgency
+            )
         except Exception:
             self.scheduler.abort([request.request_id])  # the caller reports the error to the client
             raise
@@ -453,9 +456,12 @@ class EngineCore:
         launched.pending.sample(mask)
 
     def _admit_compiled(self) -> None:
-        """Unblock requests whose grammar has been compiled, and fail those whose compilation failed."""
+        """Unblock requests whose grammar has been compiled, fail those whose compilation failed, and block those that
+        have to wait for it again."""
         for compiled in self.structured.take_compiled():
-            if compiled.failure is None:
+            if compiled.is_deferred:
+                self.scheduler.block(compiled.request_id)
+            elif compiled.failure is None:
                 self.scheduler.unblock(compiled.request_id)
             else:
                 self._fail({compiled.request_id: compiled.failure})

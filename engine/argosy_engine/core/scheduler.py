@@ -158,6 +158,14 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self.waiting.push(request)
 
+    def block(self, request_id: str) -> None:
+        """Take a request that waits for its first slot out of the waiting queue until `unblock`. Others are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.waiting.remove(request)
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            self.blocked[request_id] = request
+
     def fail(self, request_id: str, reason: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
         """End a request with an error, which the next `update_from_output` returns. Unknown ids are ignored."""
         request = self.requests.get(request_id)

@@ -20,16 +20,16 @@ import asyncio
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from argosy_engine.errors import EngineBusy, InvalidRequest, ResourceBusy
+from argosy_engine.fair_shares import RoundRobinQueue, TenantShares
 from argosy_engine.frontend.tokenizer import INLINE_CHARS
 from argosy_engine.osproc import SharedCounters
-from argosy_engine.structured.compile_queue import RoundRobinQueue
 
 MIN_RETRY_S = 1.0
 
@@ -240,10 +240,6 @@ MAX_LONG_JOBS = 32
 MAX_TEMPLATE_JOBS = 32
 """Maximum number of waiting and running prompts whose requests bring a chat template."""
 
-SHARE_OF_FREE = 3
-"""A tenant may have so many times as many prompts in a size class as there are free places: three quarters if it is
-alone, so that others find places, and less the more others have. Clients without a named tenant are not told apart."""
-
 _is_abandoned: ContextVar[threading.Event | None] = ContextVar("is_abandoned", default=None)
 
 
@@ -317,16 +313,14 @@ class _Job:
 class _SizeClass:
     """Threads and a bounded queue for prompts of about one size.
 
-    Invariants: `_num_jobs` is the number of jobs that wait or run, including running ones of clients that left, and
-    `_num_of_tenant` that of each tenant. For each queued job the executor has a call of `_run_next`.
+    Invariants: `_jobs` counts the jobs that wait or run, including running ones of clients that left. For each queued
+    job the executor has a call of `_run_next`.
     """
 
     def __init__(self, name: str, num_threads: int, max_jobs: int) -> None:
         self._name = name
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._max_jobs = max_jobs
-        self._num_jobs = 0
-        self._num_of_tenant: Counter[str] = Counter()
+        self._jobs = TenantShares(max_jobs)
         self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
         self._lock = threading.Lock()
 
@@ -344,8 +338,7 @@ class _SizeClass:
         with self._lock:
             self._check_room(tenant)
             self._executor.submit(self._run_next)
-            self._num_jobs += 1
-            self._num_of_tenant[tenant] += 1
+            self._jobs.add(tenant, 1)
             self._queue.push(tenant, job)
         job.future.add_done_callback(lambda _: self._on_end(job))
         result: asyncio.Future[_Result] = asyncio.wrap_future(job.future)
@@ -360,10 +353,10 @@ class _SizeClass:
             job.future.cancel()
 
     def _check_room(self, tenant: str) -> None:
-        if self._num_jobs >= self._max_jobs:
-            raise ResourceBusy(f"{self._num_jobs} {self._name} are waiting to be tokenised")
-        own, free = self._num_of_tenant[tenant], self._max_jobs - self._num_jobs - 1
-        if tenant and own and own + 1 > SHARE_OF_FREE * free:
+        if self._jobs.is_full(1):
+            raise ResourceBusy(f"{self._jobs.total} {self._name} are waiting to be tokenised")
+        if self._jobs.exceeds_share(tenant, 1):
+            own = self._jobs.held_by(tenant)
             raise ResourceBusy(f"{own} {self._name} of the same key are waiting to be tokenised")
 
     def _next(self) -> _Job | None:
@@ -384,7 +377,4 @@ class _SizeClass:
             if job.is_queued:  # cancelled
                 self._queue.remove(job.tenant, job)
                 job.is_queued = False
-            self._num_jobs -= 1
-            self._num_of_tenant[job.tenant] -= 1
-            if not self._num_of_tenant[job.tenant]:
-                del self._num_of_tenant[job.tenant]
+            self._jobs.remove(job.tenant, 1)

@@ -93,7 +93,7 @@ _LATER: Sequence[tuple[list[Message], list[Message]]] = (
 """Messages before and after the probe."""
 _KNOWN_ROLES = 256
 """Number of answers kept; clients choose the names of roles."""
-_MAX_ROLES = 64
+_MAX_ROLES = 16
 """Roles of one request: each may take as many renderings as there are probes."""
 _MAX_VALUE_CHARS = 1024
 """A template argument that is longer as JSON is not given to the probes."""

@@ -351,7 +351,7 @@ class LLMTokenizer:
             request = msgspec.convert(fields, ChatCompletionRequest)
         except msgspec.ValidationError as error:
             raise InvalidRequest(str(error), param="messages") from None
-        return self._renderer.chat_tokens(request) if tokenize else self._renderer.chat_text(request)
+        return self._renderer.encode_chat(request).ids if tokenize else self._renderer.chat_text(request)
 
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]

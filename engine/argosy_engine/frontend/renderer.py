@@ -293,7 +293,7 @@ class Renderer:
         is_open = last_index(prompt.token_ids, start) > last_index(prompt.token_ids, end)
         return Reasoning(tuple(start), tuple(end), is_open or self.parsers.reasoning_parser.starts_open)
 
-    def chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
+    def encode_chat(self, request: ChatCompletionRequest) -> Encoded:
         """Tokenise a chat's prompt, even if it is too long for the model.
 
         Raises:
@@ -301,9 +301,9 @@ class Renderer:
         """
         (segments,) = prompt_segments(request)
         if self._mistral is not None:
-            return self._mistral_chat(self._mistral, request, segments)[1].ids
+            return self._mistral_chat(self._mistral, request, segments)[1]
         text, cuts = self._chat_text(request, segments)
-        return self.encode(text, add_special_tokens=False, cuts=cuts).ids
+        return self.encode(text, add_special_tokens=False, cuts=cuts)
 
     def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the text of a chat's prompt, in which control tokens of the template look like those in messages.

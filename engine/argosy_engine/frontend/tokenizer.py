@@ -12,6 +12,7 @@ differ), texts with many new words. A sample is compared at the load.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -232,6 +233,10 @@ _CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 """Form of control tokens. DeepSeek's role markers, for example, are not marked as special."""
 INLINE_CHARS = 16384
 """Texts up to this size are tokenised in a few milliseconds, or checked as a grammar in ten at most."""
+MAX_DECODED_TOKENS = 1 << 17
+"""Tokens that the library decodes at once, which holds the interpreter for some 25 ms."""
+SLICE_TOKENS = 1 << 14
+"""Tokens that are joined at once, in which time no other thread runs."""
 
 
 class Encoded(Protocol):
@@ -410,6 +415,24 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_long(self, ids: Sequence[int]) -> str:
+        """Decode tokens, special ones included. Lets other threads run meanwhile where tokens stand for bytes.
+
+        Raises:
+            InvalidRequest: there are more than `MAX_DECODED_TOKENS` for a tokenizer of another kind.
+        """
+        if self._pieces is not None:
+            slices = (ids[start : start + SLICE_TOKENS] for start in range(0, len(ids), SLICE_TOKENS))
+            with contextlib.suppress(ValueError):
+                joined = [b"".join(map(self._pieces.__getitem__, each)) for each in slices]
+                return b"".join(joined).decode("utf-8", "replace")
+        if len(ids) > MAX_DECODED_TOKENS:
+            raise InvalidRequest(
+                f"tokens has {len(ids)} entries, at most {MAX_DECODED_TOKENS} are decoded at once; send them in parts",
+                "tokens",
+            )
+        return self.decode(ids, skip_special_tokens=False)
 
     def text_after(
         self, context: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool

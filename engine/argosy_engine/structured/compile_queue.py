@@ -1,5 +1,5 @@
 """CompileQueue: compiles grammars off the hot path, with deadlines, fair queueing and a bounded cache.
-QueuedGrammars: bounds the memory of the grammars that requests hold while they wait for a slot.
+HeldGrammars: bounds the memory of the grammars that requests hold.
 
 Each compilation has its own thread, which waits for a backend that can be killed. These rules keep requests with
 grammars from starving each other:
@@ -7,8 +7,9 @@ grammars from starving each other:
 - A request is answered by its deadline, counted from its submission, whatever it is waiting for: the queue, the start
   of the backend or the compilation itself.
 - A compilation is dropped, or killed if it runs, when no request waits for it any more.
-- Keys take turns, and each may fill only a part of the queue. The key is the tenant that the router names for
-  its client (`headers.TENANT`); requests without a tenant share a key.
+- The most urgent requests go first, and others neither keep their place in the queue nor count for its bounds. Of
+  equally urgent ones keys take turns, and each may fill only a part of the queue. The key is the tenant that the router
+  names for its client (`headers.TENANT`); requests without a tenant share a key.
 - A compilation for requests of several keys belongs to each of these keys: it starts at the first turn of any of them,
   continues while a request of any of them waits, and counts for the key that has the fewest long compilations.
 - A compilation that takes longer than `QUANTUM_S` yields its slot and continues at a lower priority. Only a few of them
@@ -23,17 +24,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from argosy_engine.fair_shares import TenantShares, UrgentFirst
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 
-T = TypeVar("T")
 logger = logging.getLogger("argosy.structured")
 
 DEADLINE_S = 30.0
@@ -52,17 +53,23 @@ MAX_QUEUED = 1024
 MAX_QUEUED_PER_KEY = 256
 MAX_QUEUED_BYTES = 256 << 20
 """As much as the cache by default. A usual schema takes 0.2 MB, 5 MB with a vocabulary of 150,000 tokens."""
-AUTOMATON_BYTES = 128 << 10
-AUTOMATON_BYTES_PER_CHARACTER = 512
-"""What XGrammar does not count of a grammar (0.2.9: its masks only): 13 KB to 1.2 MB, with 1,024 tokens as with
-150,000; about 1 KB for each character of a schema with short fields, less where names and descriptions are
-long."""
+MAX_HELD_BYTES = 2 << 30
+"""Different grammars of the requests that wait or run: 256 that run with a usual schema and a large vocabulary have 1.3
+GB."""
 MAX_RESUMED = 32
 """Maximum number of grammars that are compiled again at the same time, so that they leave room in the compile queue."""
 _MAX_EXPIRED = 256
 EXPIRED_S = 300.0
 """How long a grammar that did not compile in time is refused without another attempt. It is not refused for ever,
 because the machine may have been busy, or the compiler may have been starting."""
+
+
+class Grammar(NamedTuple):
+    """A compiled grammar."""
+
+    compiled: CompiledGrammar
+    num_bytes: int
+    """About the memory that it takes, with its text."""
 
 
 class NoGrammar(NamedTuple):
@@ -77,7 +84,7 @@ _TOO_MANY = NoGrammar("too many grammars are taking too long to compile", is_ove
 _QUEUE_FULL = NoGrammar("too many grammars are waiting to be compiled", is_overload=True)
 _CLOSED = NoGrammar("the engine is shutting down", is_overload=True)
 
-Done = Callable[["CompiledGrammar | NoGrammar"], None]
+Done = Callable[[Grammar | NoGrammar], None]
 """Callback with the grammar, or the reason why there is none. Called once, from any thread."""
 
 
@@ -86,7 +93,7 @@ class BackendUnavailable(Exception):
 
 
 class Compilation(Protocol):
-    def run(self, spec: GrammarSpec) -> CompiledGrammar:
+    def run(self, spec: GrammarSpec) -> Grammar:
         """Compile the grammar. Blocks; called once, in a separate thread.
 
         Raises:
@@ -132,18 +139,19 @@ def start_thread(target: Callable[[], None]) -> None:
 class _Waiter(NamedTuple):
     done: Done
     deadline: float
-    key: str
+    place: tuple[int, str]
+    """Urgency and key."""
 
 
 class _Job:
-    __slots__ = ("compilation", "is_long", "is_over", "keys", "spec", "started_at", "waiters")
+    __slots__ = ("compilation", "is_long", "is_over", "places", "spec", "started_at", "waiters")
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
         self.waiters: dict[str, _Waiter] = {}
         """Request id -> waiter."""
-        self.keys: Counter[str] = Counter()
-        """Keys that the job belongs to -> waiting requests of each. Until it starts it is queued under each of them."""
+        self.places: Counter[tuple[int, str]] = Counter()
+        """Urgency and key of its requests -> how many wait. Until it starts it is queued in each of these places."""
         self.compilation: Compilation | None = None
         self.started_at: float | None = None
         self.is_long = False
@@ -179,7 +187,7 @@ class CompileQueue:
         self._clock = clock
         self._start_thread = start_thread
         self._lock = threading.Lock()
-        self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
+        self._queue: UrgentFirst[_Job] = UrgentFirst()
         self._jobs: dict[GrammarSpec, _Job] = {}
         """Queued and running jobs."""
         self._job_of: dict[str, _Job] = {}
@@ -192,7 +200,7 @@ class CompileQueue:
         """The last specs that did not compile within the deadline -> until when they are refused."""
         self._next_tick = 0.0
         self._is_closed = self._is_warmed_up = False
-        self._cache: OrderedDict[GrammarSpec, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self.cached_bytes = 0
 
     @property
@@ -224,26 +232,30 @@ class CompileQueue:
             if not self._is_closed:
                 logger.warning("compiling grammars could not be prepared: %s", error)
 
-    def submit(self, request_id: str, spec: GrammarSpec, done: Done, key: str = "") -> CompiledGrammar | None:
+    def submit(
+        self, request_id: str, spec: GrammarSpec, done: Done, key: str = "", urgency: int = 0
+    ) -> Grammar | None:
         """Return the grammar if it is cached; else return None and call `done` when it is compiled or has failed.
 
         Args:
             key: key for fair queueing; see the module's docstring.
+            urgency: lower goes first.
         """
         with self._lock:
-            entry = self._cache.get(spec)
-            if entry is not None:
+            grammar = self._cache.get(spec)
+            if grammar is not None:
                 self._cache.move_to_end(spec)
-                return entry[0]
-            refusal = self._refusal(spec, key)
-            answers: list[tuple[Done, CompiledGrammar | NoGrammar]]
+                return grammar
+            place = urgency, key
+            refusal = self._refusal(spec, place)
+            answers: list[tuple[Done, Grammar | NoGrammar]]
             if refusal is not None:
                 answers = [(done, refusal)]
             else:
                 job = self._jobs.get(spec)
                 if job is None:
                     job = self._jobs[spec] = _Job(spec)
-                self._join(job, request_id, _Waiter(done, self._clock() + self.deadline_s, key))
+                self._join(job, request_id, _Waiter(done, self._clock() + self.deadline_s, place))
                 answers = self._dispatch()
         _answer(answers)
         return None
@@ -267,7 +279,7 @@ class CompileQueue:
         with self._lock:
             now = self._clock()
             self._next_tick = now + TICK_S
-            answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = []
+            answers: list[tuple[Done, Grammar | NoGrammar]] = []
             for job in list(self._jobs.values()):
                 answers += self._expire(job, now)
             for job in list(self._jobs.values()):
@@ -290,51 +302,60 @@ class CompileQueue:
         _answer(answers)
         self._backend.close()
 
-    def _refusal(self, spec: GrammarSpec, key: str) -> NoGrammar | None:
+    def _refusal(self, spec: GrammarSpec, place: tuple[int, str]) -> NoGrammar | None:
         if self._is_closed:
             return _CLOSED
         job = self._jobs.get(spec)
-        if job is not None and (job.started_at is not None or key in job.keys):
+        if job is not None and (job.started_at is not None or place in job.places):
             return None
         if job is None and spec in self._expired:
             if self._clock() < self._expired[spec]:
                 return self._expiry
             del self._expired[spec]
-        is_full = job is None and self.num_queued >= MAX_QUEUED
-        return _QUEUE_FULL if is_full or self._queue.count(key) >= MAX_QUEUED_PER_KEY else None
+        urgency, key = place
+        is_full = self._queue.count(key, urgency) >= MAX_QUEUED_PER_KEY
+        if job is None and self.num_queued >= MAX_QUEUED:
+            is_full |= self._num_queued_before(urgency) >= MAX_QUEUED
+        return _QUEUE_FULL if is_full else None
+
+    def _num_queued_before(self, urgency: int) -> int:
+        """Return the number of queued jobs that are as urgent or more: others keep nobody's place."""
+        queued = [job for job in self._jobs.values() if job.started_at is None]
+        return sum(min(job.places)[0] <= urgency for job in queued)
 
     def _join(self, job: _Job, request_id: str, waiter: _Waiter) -> None:
-        if job.started_at is None and waiter.key not in job.keys:
-            self._queue.push(waiter.key, job)
-        job.keys[waiter.key] += 1
+        if job.started_at is None and waiter.place not in job.places:
+            self._queue.push(*waiter.place, job)
+        job.places[waiter.place] += 1
         job.waiters[request_id] = waiter
         self._job_of[request_id] = job
 
     def _leave(self, job: _Job, request_id: str) -> Done:
         """Remove a request from its job and return its callback. The caller must drop a job without requests."""
-        done, _, key = job.waiters.pop(request_id)
+        done, _, place = job.waiters.pop(request_id)
         self._job_of.pop(request_id, None)
-        job.keys[key] -= 1
-        if not job.keys[key]:
-            del job.keys[key]
+        job.places[place] -= 1
+        if not job.places[place]:
+            del job.places[place]
             if job.started_at is None:
-                self._queue.remove(key, job)
+                self._queue.remove(*place, job)
         return done
 
     @property
     def _expiry(self) -> NoGrammar:
         return NoGrammar(f"the grammar did not compile within {self.deadline_s:g} s; make it simpler")
 
-    def _dispatch(self) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _dispatch(self) -> list[tuple[Done, Grammar | NoGrammar]]:
         """Start queued jobs while there are free slots; return the answers for those that could not be started."""
         answers = []
         while self._num_quick < self._num_threads and not self._is_closed:
-            turn = self._queue.pop()
+            turn = next(self._queue.firsts(), None)
             if turn is None:
                 break
-            key, job = turn
-            for other in job.keys.keys() - {key}:
-                self._queue.remove(other, job)
+            urgency, key, job = turn
+            self._queue.pop(urgency, key)
+            for other in job.places.keys() - {(urgency, key)}:
+                self._queue.remove(*other, job)
             job.started_at = self._clock()
             self._num_quick += 1
             try:
@@ -349,7 +370,7 @@ class CompileQueue:
     def _run(self, job: _Job) -> None:
         """Run one compilation in its thread and answer the requests that wait for it."""
         assert job.compilation is not None
-        result: CompiledGrammar | NoGrammar
+        result: Grammar | NoGrammar
         try:
             result = job.compilation.run(job.spec)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -369,11 +390,9 @@ class CompileQueue:
             answers += self._dispatch()
         _answer(answers)
 
-    def _end(
-        self, job: _Job, result: CompiledGrammar | NoGrammar
-    ) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _end(self, job: _Job, result: Grammar | NoGrammar) -> list[tuple[Done, Grammar | NoGrammar]]:
         """Remove a job, killing its compilation; return the answers to give."""
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+        answers: list[tuple[Done, Grammar | NoGrammar]] = [
             (self._leave(job, request_id), result) for request_id in list(job.waiters)
         ]
         self._drop(job)
@@ -390,10 +409,10 @@ class CompileQueue:
         if job.compilation is not None:
             job.compilation.kill()
 
-    def _expire(self, job: _Job, now: float) -> list[tuple[Done, CompiledGrammar | NoGrammar]]:
+    def _expire(self, job: _Job, now: float) -> list[tuple[Done, Grammar | NoGrammar]]:
         expired = [request_id for request_id, waiter in job.waiters.items() if now >= waiter.deadline]
         result = self._expiry if job.started_at is not None else _QUEUE_FULL
-        answers: list[tuple[Done, CompiledGrammar | NoGrammar]] = [
+        answers: list[tuple[Done, Grammar | NoGrammar]] = [
             (self._leave(job, request_id), result) for request_id in expired
         ]
         if not job.waiters:
@@ -419,8 +438,9 @@ class CompileQueue:
         A job of several keys counts for the key that has the fewest, so that no key is charged for waiting for the same
         grammar as a greedy one.
         """
-        counts = Counter(key for job in self._long for key in job.keys)
-        payers = [min(job.keys, key=lambda key: (counts[key], key)) for job in self._long]
+        keys = [{key for _, key in job.places} for job in self._long]
+        counts = Counter(key for each in keys for key in each)
+        payers = [min(each, key=lambda key: (counts[key], key)) for each in keys]
         counts = Counter(payers)
         most = max(counts.values())
         return next(
@@ -429,25 +449,17 @@ class CompileQueue:
             if counts[payer] == most
         )
 
-    def _remember(self, spec: GrammarSpec, grammar: CompiledGrammar) -> None:
+    def _remember(self, spec: GrammarSpec, grammar: Grammar) -> None:
         """Put a grammar into the LRU cache. A grammar that is larger than the whole cache is not kept."""
-        size = grammar_bytes(spec, grammar)
-        if spec in self._cache or size > self.cache_bytes:
+        if spec in self._cache or grammar.num_bytes > self.cache_bytes:
             return
-        self._cache[spec] = grammar, size
-        self.cached_bytes += size
+        self._cache[spec] = grammar
+        self.cached_bytes += grammar.num_bytes
         while self.cached_bytes > self.cache_bytes:
-            _, (_, old) = self._cache.popitem(last=False)
-            self.cached_bytes -= old
+            self.cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
 
-def grammar_bytes(spec: GrammarSpec, grammar: CompiledGrammar) -> int:
-    """Return about the memory that a compiled grammar and its text take."""
-    automaton = AUTOMATON_BYTES + AUTOMATON_BYTES_PER_CHARACTER * len(spec.text)
-    return int(grammar.memory_size_bytes) + len(spec.text) + automaton
-
-
-def _answer(answers: list[tuple[Done, CompiledGrammar | NoGrammar]]) -> None:
+def _answer(answers: list[tuple[Done, Grammar | NoGrammar]]) -> None:
     for done, result in answers:
         done(result)
 
@@ -459,138 +471,171 @@ def _reason(error: Exception) -> str:
     return (rest if separator and text.startswith("[") else text)[:500]
 
 
-class RoundRobinQueue(Generic[T]):
-    """Round-robin over keys; first come, first served within a key. An item may be in the queues of several keys."""
+class _Hold(NamedTuple):
+    """A grammar that a request holds, or wants to hold."""
 
-    def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[T]] = OrderedDict()
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def count(self, key: str) -> int:
-        """Return the number of items of a key."""
-        return len(self._queues.get(key, ()))
-
-    def push(self, key: str, item: T) -> None:
-        self._queues.setdefault(key, deque()).append(item)
-        self._size += 1
-
-    def peek(self) -> tuple[str, T] | None:
-        """Return what `pop` would return, without removing it."""
-        if not self._queues:
-            return None
-        key, items = next(iter(self._queues.items()))
-        return key, items[0]
-
-    def pop(self) -> tuple[str, T] | None:
-        """Remove the first item of the key whose turn it is; return (key, item), or None if the queue is empty."""
-        if not self._queues:
-            return None
-        key, items = next(iter(self._queues.items()))
-        item = items.popleft()
-        self._size -= 1
-        if items:
-            self._queues.move_to_end(key)
-        else:
-            del self._queues[key]
-        return key, item
-
-    def remove(self, key: str, item: T) -> None:
-        """Remove an item from a key's queue.
-
-        Raises:
-            ValueError: the item is not in it.
-        """
-        items = self._queues.get(key, deque[T]())
-        items.remove(item)
-        self._size -= 1
-        if not items:
-            del self._queues[key]
-
-    def clear(self) -> None:
-        self._queues.clear()
-        self._size = 0
+    key: str
+    """Tenant."""
+    spec: GrammarSpec
+    num_bytes: int
+    urgency: int
 
 
-class QueuedGrammars:
-    """Which waiting requests hold their compiled grammar. Equal grammars count once.
+class _Holders:
+    """Requests that hold grammars. Equal ones count once, for the tenant of the first request.
 
-    The cache of compiled grammars is bounded, and slots bound those of running requests. Of the waiting requests, which
-    may be thousands, each with a grammar of its own, those that come first hold theirs, up to `MAX_QUEUED_BYTES` in
-    all. The others keep only the text, and their grammar is compiled again once there is room for it. Tenants take
-    turns at that, and a large grammar is not overtaken by smaller ones.
-
-    Invariant: `num_bytes` is the sum over the different grammars of the requests that hold one.
+    Invariant: `bytes` has the sum over the different grammars.
     """
 
-    def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._specs: dict[str, GrammarSpec] = {}
-        """Requests that hold a grammar -> grammar."""
+    def __init__(self, max_bytes: int) -> None:
+        self.bytes = TenantShares(max_bytes)
+        self.holds: dict[str, _Hold] = {}
         self._num_holders: Counter[GrammarSpec] = Counter()
-        self._sizes: dict[GrammarSpec, int] = {}
-        self._deferred: dict[str, tuple[str, GrammarSpec, int]] = {}
-        """Requests that hold none -> tenant, grammar and size."""
-        self._turns: RoundRobinQueue[str] = RoundRobinQueue()
+        self._counted: dict[GrammarSpec, _Hold] = {}
+
+    def __contains__(self, spec: GrammarSpec) -> bool:
+        return spec in self._counted
+
+    def has_room(self, wanted: _Hold) -> bool:
+        """Whether a grammar may be held. One alone may be of any size."""
+        return wanted.spec in self or not self.holds or not self.bytes.is_full(wanted.num_bytes)
+
+    def exceeds_share(self, wanted: _Hold) -> bool:
+        return wanted.spec not in self and self.bytes.exceeds_share(wanted.key, wanted.num_bytes)
+
+    def add(self, request_id: str, hold: _Hold) -> None:
+        self.holds[request_id] = hold
+        self._num_holders[hold.spec] += 1
+        if hold.spec not in self:
+            self._counted[hold.spec] = hold
+            self.bytes.add(hold.key, hold.num_bytes)
+
+    def remove(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
+        hold = self.holds.pop(request_id, None)
+        if hold is None:
+            return
+        self._num_holders[hold.spec] -= 1
+        if not self._num_holders[hold.spec]:
+            del self._num_holders[hold.spec]
+            counted = self._counted.pop(hold.spec)
+            self.bytes.remove(counted.key, counted.num_bytes)
+
+
+class HeldGrammars:
+    """Which requests hold their compiled grammar.
+
+    Waiting requests may be thousands, each with a grammar of its own. Those that come first hold theirs, up to
+    `MAX_QUEUED_BYTES` in all, and together with those that run up to `MAX_HELD_BYTES`, of which one tenant gets its
+    share (`TenantShares`). The others keep only the text, and their grammar is compiled again once there is room for
+    it. The most urgent ones go first; of equally urgent ones tenants take turns, and a large grammar is not overtaken
+    by smaller ones. For a more urgent request others that wait give their grammars back (`displace`).
+    """
+
+    def __init__(self, max_waiting_bytes: int = MAX_QUEUED_BYTES, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self.waiting = _Holders(max_waiting_bytes)
+        self.all = _Holders(max_bytes)
+        self._deferred: dict[str, _Hold] = {}
+        """Requests that hold none."""
+        self._turns: UrgentFirst[str] = UrgentFirst()
         """The same requests, by tenant."""
         self._resumed: set[str] = set()
         """Requests that have their room, and whose grammar is compiled again."""
 
-    def admit(self, request_id: str, key: str, spec: GrammarSpec, num_bytes: int) -> bool:
+    def admit(self, request_id: str, key: str, spec: GrammarSpec, num_bytes: int, urgency: int = 0) -> bool:
         """Whether a request may hold its grammar, which has been compiled. If not, `resume` will return the request.
 
         Args:
             key: its tenant.
+            urgency: its priority; lower goes first.
         """
         self._resumed.discard(request_id)
-        if request_id in self._specs:
+        if request_id in self.all.holds:
             return True
-        if spec not in self._sizes and (self._deferred or not self._has_room(num_bytes)):
-            self._deferred[request_id] = key, spec, num_bytes
-            self._turns.push(key, request_id)
-            return False
-        self._hold(request_id, spec, num_bytes)
+        wanted = _Hold(key, spec, num_bytes, urgency)
+        if spec not in self.waiting:
+            self._defer(request_id, wanted)
+            if not self._take_next(request_id):
+                return False
+        self._hold(request_id, wanted)
         return True
 
     def resume(self) -> str | None:
         """Return a request that may hold its grammar now, whose room is taken from now on; None if there is none."""
-        turn = self._turns.peek()
-        if turn is None or len(self._resumed) >= MAX_RESUMED:
+        request_id = self._next()
+        if request_id is None or len(self._resumed) >= MAX_RESUMED:
             return None
-        request_id = turn[1]
-        _, spec, num_bytes = self._deferred[request_id]
-        if spec not in self._sizes and not self._has_room(num_bytes):
+        wanted = self._deferred[request_id]
+        if not self._take_next(request_id):
             return None
-        self._turns.pop()
-        del self._deferred[request_id]
         self._resumed.add(request_id)
-        self._hold(request_id, spec, num_bytes)
+        self._hold(request_id, wanted)
         return request_id
 
+    def displace(self) -> list[str]:
+        """Return requests that must give their grammar back, because a more urgent one needs the room; `resume` will
+        return them, too.
+
+        They wait and are less urgent, and it is the newest of the least urgent ones. If all of them were not enough, it
+        is none.
+        """
+        request_id = self._next()
+        if request_id is None or self._has_room(wanted := self._deferred[request_id]):
+            return []
+        later = [
+            (each, hold)
+            for each, hold in reversed(self.waiting.holds.items())
+            if hold.urgency > wanted.urgency and each not in self._resumed
+        ]
+        later.sort(key=lambda each: each[1].urgency, reverse=True)
+        displaced: list[tuple[str, _Hold]] = []
+        while later and not self._has_room(wanted):
+            displaced.append(later.pop(0))
+            self._let_go(displaced[-1][0])
+        is_enough = self._has_room(wanted)
+        for each, hold in reversed(displaced):
+            (self._defer if is_enough else self._hold)(each, hold)
+        return [each for each, _ in displaced] if is_enough else []
+
+    def start(self, request_id: str) -> None:
+        """Take note that a request waits no longer. Unknown ids are ignored."""
+        self.waiting.remove(request_id)
+
     def release(self, request_id: str) -> None:
-        """Forget a request, which has started or ended. Unknown ids are ignored."""
+        """Forget a request, which has ended. Unknown ids are ignored."""
         self._resumed.discard(request_id)
-        deferred = self._deferred.pop(request_id, None)
-        if deferred is not None:
-            self._turns.remove(deferred[0], request_id)
-        spec = self._specs.pop(request_id, None)
-        if spec is None:
-            return
-        self._num_holders[spec] -= 1
-        if not self._num_holders[spec]:
-            del self._num_holders[spec]
-            self.num_bytes -= self._sizes.pop(spec)
+        wanted = self._deferred.pop(request_id, None)
+        if wanted is not None:
+            self._turns.remove(wanted.urgency, wanted.key, request_id)
+        self._let_go(request_id)
 
-    def _has_room(self, num_bytes: int) -> bool:
-        """Whether a grammar of this size may be held. One alone may be of any size."""
-        return not self._specs or self.num_bytes + num_bytes <= self.max_bytes
+    def _next(self) -> str | None:
+        """Return the request that is to get room next."""
+        for _, _, request_id in self._turns.firsts():
+            if not self.all.exceeds_share(self._deferred[request_id]):
+                return request_id
+        return None
 
-    def _hold(self, request_id: str, spec: GrammarSpec, num_bytes: int) -> None:
-        self._specs[request_id] = spec
-        self._num_holders[spec] += 1
-        if spec not in self._sizes:
-            self._sizes[spec] = num_bytes
-            self.num_bytes += num_bytes
+    def _take_next(self, request_id: str) -> bool:
+        """Whether it is this request's turn and there is room, in which case it is deferred no longer."""
+        wanted = self._deferred[request_id]
+        if self._next() != request_id or not self._has_room(wanted):
+            return False
+        del self._deferred[request_id]
+        self._turns.pop(wanted.urgency, wanted.key)
+        return True
+
+    def _has_room(self, wanted: _Hold) -> bool:
+        return self.waiting.has_room(wanted) and self.all.has_room(wanted)
+
+    def _defer(self, request_id: str, wanted: _Hold) -> None:
+        self._deferred[request_id] = wanted
+        self._turns.push(wanted.urgency, wanted.key, request_id)
+
+    def _hold(self, request_id: str, hold: _Hold) -> None:
+        for holders in (self.waiting, self.all):
+            holders.add(request_id, hold)
+
+    def _let_go(self, request_id: str) -> None:
+        for holders in (self.waiting, self.all):
+            holders.remove(request_id)

@@ -33,7 +33,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -46,7 +45,7 @@ from argosy_engine.osproc import (
     parent_argument,
 )
 from argosy_engine.structured import compile_queue
-from argosy_engine.structured.compile_queue import BackendUnavailable
+from argosy_engine.structured.compile_queue import BackendUnavailable, Grammar
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
 from argosy_engine.structured.xgrammar_backend import (
     Deserializer,
@@ -56,10 +55,6 @@ from argosy_engine.structured.xgrammar_backend import (
     XGrammarBackend,
     check_steps,
 )
-
-if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
-
 
 FORKED = b"P"
 """Sent with a pidfd of the forked process, if the kernel supports pidfds."""
@@ -250,8 +245,10 @@ def _answer(job: socket.socket, kind: bytes, answer: Serialized | TokenTable | s
     job.sendall(kind + msgspec.msgpack.encode(answer))
 
 
-MAX_ANSWER_BYTES = 256 << 20
-"""Maximum size of a compiled grammar as text. A schema of 60 patterns over 100k tokens takes 67 MB."""
+MAX_ANSWER_BYTES = 68 << 20
+"""Maximum size of a compiled grammar as text. A schema of 60 patterns over 100k tokens takes 67 MB, one of 40 optional
+fields with lists of objects 69 MB. To read it takes fifteen times as much memory for a
+moment, and holds the interpreter for 0.8 ms per MiB: 56 ms at most."""
 FORK_TIMEOUT_S = 3.0
 """Limit for a fork of the running process. It takes milliseconds, or a fraction of a second on a busy machine."""
 WARM_UP_TIMEOUT_S = 20.0
@@ -564,12 +561,13 @@ class ForkedCompilation:
         self._connection = client.connect()
         self._is_killed = self._is_lowered = False
 
-    def run(self, spec: GrammarSpec) -> CompiledGrammar:
+    def run(self, spec: GrammarSpec) -> Grammar:
         """Compile the grammar. Blocks; see `compile_queue.Compilation`."""
         answer = self.ask(CompileJob(self._client.deadline_s, spec), COMPILED)
-        return self._client.deserializer().grammar(msgspec.msgpack.decode(answer, type=Serialized))
+        grammar = self._client.deserializer().grammar(answer)
+        return grammar._replace(num_bytes=grammar.num_bytes + len(spec.text))
 
-    def ask(self, question: CompileJob, expected: bytes) -> bytes:
+    def ask(self, question: CompileJob, expected: bytes) -> memoryview:
         """Run a job and return its answer in msgpack. Tries a second time if the process was lost.
 
         Raises:
@@ -610,7 +608,7 @@ class ForkedCompilation:
             if self._is_lowered:
                 connection.lower_priority()
 
-    def _ask(self, question: CompileJob, expected: bytes) -> bytes:
+    def _ask(self, question: CompileJob, expected: bytes) -> memoryview:
         connection = self._connection
         server = connection.server
         try:
@@ -661,9 +659,9 @@ class ForkedCompilation:
         return ProcessLost("the process that compiles grammars ended")
 
 
-def _content(received: bytearray, expected: bytes) -> bytes:
+def _content(received: bytearray, expected: bytes) -> memoryview:
     """Return the answer after `STARTED` if it is of the expected kind. Raises as `ForkedCompilation.ask` does."""
-    kind, answer = bytes(received[1:2]), bytes(memoryview(received)[2:])
+    kind, answer = bytes(received[1:2]), memoryview(received)[2:]
     if kind == expected:
         return answer
     if kind == b"":

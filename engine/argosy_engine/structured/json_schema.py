@@ -63,6 +63,8 @@ _ANNOTATION_FORMATS = frozenset(
 )  # fmt: skip
 """Formats of OpenAPI, hints for people and code generators that do not constrain the text."""
 _MAX_MULTIPLE = 1024
+_MAX_UNBOUNDED_MULTIPLE = 400
+"""XGrammar's automaton of the remainders takes memory and time by the square: 50 MB and some seconds here."""
 _MAX_MULTIPLE_RANGE = 9_999
 """Maximum distance between the bounds beside a `multipleOf`: from 10,000 on XGrammar ignores `multipleOf` with a mere
 warning."""
@@ -571,8 +573,11 @@ class _Checker:
             return
         low = max((schema[k] for k in ("minimum", "exclusiveMinimum") if k in schema), default=None)
         high = min((schema[k] for k in ("maximum", "exclusiveMaximum") if k in schema), default=None)
-        if low is None and high is None:
-            self._count(path, 10 * int(step))
+        if low is None and high is None and step > _MAX_UNBOUNDED_MULTIPLE:
+            message = f"multipleOf without bounds is supported up to {_MAX_UNBOUNDED_MULTIPLE}"
+            self._cannot(schema, path, message, "multipleOf")
+        elif low is None and high is None:
+            self._count(path, max(10, int(step)) * int(step))
         elif low is None or high is None or high - low > _MAX_MULTIPLE_RANGE:
             message = f"multipleOf beside bounds needs both, at most {_MAX_MULTIPLE_RANGE} apart"
             self._cannot(schema, path, message, "multipleOf")

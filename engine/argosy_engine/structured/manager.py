@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from argosy_engine.structured.compile_queue import CompileQueue, NoGrammar, QueuedGrammars, grammar_bytes
+from argosy_engine.structured.compile_queue import CompileQueue, Grammar, HeldGrammars, NoGrammar
 from argosy_engine.structured.grammar_server import GrammarClient, GrammarServerArgs
 from argosy_engine.structured.grammar_state import (
     BoundedThread,
@@ -36,10 +36,6 @@ from argosy_engine.structured.grammar_state import (
     TooManyStuck,
 )
 from argosy_engine.structured.structured_outputs_params import GrammarSpec
-
-if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
-
 
 logger = logging.getLogger("argosy.structured")
 
@@ -94,10 +90,21 @@ _TOO_SLOW_TOGETHER = GrammarFailure(
 
 
 class Compiled(Struct, frozen=True):
-    """Request that no longer waits for its grammar, because it is ready or has failed."""
+    """Request that no longer waits for its grammar, because it is ready or has failed; or that waits for it again."""
 
     request_id: str
-    failure: GrammarFailure | None
+    failure: GrammarFailure | None = None
+    is_deferred: bool = False
+    """Whether it had its grammar and must wait for it again, in favour of a more urgent request."""
+
+
+class _Asked(NamedTuple):
+    """Arguments of `StructuredOutputManager.add`."""
+
+    request: GrammarRequest
+    output: Sequence[int]
+    key: str
+    urgency: int
 
 
 class StructuredOutputManager:
@@ -122,20 +129,20 @@ class StructuredOutputManager:
         self.wake = wake
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._waiting: dict[str, tuple[GrammarRequest, Sequence[int], str]] = {}
-        """Request id -> arguments of `add`."""
-        self._deferred: dict[str, tuple[GrammarRequest, Sequence[int], str]] = {}
-        """The same of requests whose grammar is compiled again once `queued` has room for it."""
-        self.queued = QueuedGrammars()
+        self._waiting: dict[str, _Asked] = {}
+        """Requests whose grammar is being compiled."""
+        self._deferred: dict[str, _Asked] = {}
+        """Requests whose grammar is compiled again once `held` has room for it."""
+        self._followed: dict[str, _Asked] = {}
+        """Requests in `_states`."""
+        self.held = HeldGrammars()
         self._states: dict[str, GrammarState] = {}
-        self._done: deque[tuple[str, CompiledGrammar | NoGrammar]] = deque()
+        self._done: deque[tuple[str, Grammar | NoGrammar]] = deque()
         """Results of compile threads by request id; append and popleft are atomic."""
         self._replays: deque[tuple[str, Sequence[int]]] = deque()
         """Requests whose grammar is compiled, with the tokens that it has yet to accept before its cost is measured."""
         self._costs = StepCosts()
         self._compiled = threading.Event()
-        self._specs: dict[str, GrammarSpec] = {}
-        """Request id -> spec, for the requests in `_states`."""
         self._stuck_specs: set[GrammarSpec] = set()
         """Grammars with an abandoned call; cleared when no thread is stuck any more."""
         self._steps = BoundedThread(max_step_cpu_s, MAX_STUCK_RUNNING)
@@ -181,21 +188,27 @@ class StructuredOutputManager:
         return request_id in self._deferred
 
     def add(
-        self, request_id: str, request: GrammarRequest, output: Sequence[int] = (), key: str = ""
+        self,
+        request_id: str,
+        request: GrammarRequest,
+        output: Sequence[int] = (),
+        key: str = "",
+        urgency: int = 0,
     ) -> None:
         """Start to compile a request's grammar; `take_compiled` will report when it is ready or has failed.
 
         Args:
             output: tokens of an earlier run, which the grammar must accept first.
-            key: tenant, for fair shares of the compile queue.
+            key: tenant, for fair shares of the compile queue and of memory.
+            urgency: priority; of requests that wait, lower ones get memory first.
         """
-        self._waiting[request_id] = request, output, key
+        self._waiting[request_id] = _Asked(request, output, key, urgency)
         if self.num_stuck >= MAX_STUCK:
             self._finished(request_id, _STUCK)
             return
         done = partial(self._finished, request_id)
         try:
-            grammar = self.compile_queue.submit(request_id, request.spec, done, key)
+            grammar = self.compile_queue.submit(request_id, request.spec, done, key, urgency)
         except BaseException:
             del self._waiting[request_id]
             raise
@@ -205,12 +218,25 @@ class StructuredOutputManager:
     def start(self, request_ids: Iterable[str]) -> None:
         """Take note of requests that got a slot, so that their grammars no longer count as queued."""
         for request_id in request_ids:
-            self.queued.release(request_id)
+            self.held.start(request_id)
         self._resume_deferred()
 
     def _resume_deferred(self) -> None:
-        while (request_id := self.queued.resume()) is not None:
+        while (request_id := self.held.resume()) is not None:
             self.add(request_id, *self._deferred.pop(request_id))
+
+    def _displace(self) -> list[Compiled]:
+        """Take grammars from less urgent requests that wait for a slot, for more urgent ones that have none."""
+        displaced: list[Compiled] = []
+        while request_ids := self.held.displace():
+            for request_id in request_ids:
+                self._deferred[request_id] = self._followed[request_id]
+                self._forget_state(request_id)
+                displaced.append(Compiled(request_id, is_deferred=True))
+            self._resume_deferred()
+        if displaced:
+            self._replays = deque(each for each in self._replays if each[0] in self._states)
+        return displaced
 
     def warm_up(self) -> None:
         """Prepare for the first grammar in the background, once. Call it while the engine is idle."""
@@ -228,25 +254,28 @@ class StructuredOutputManager:
             request_id, result = self._done.popleft()
             if request_id not in self._waiting:
                 continue  # the request was aborted
-            request, output, key = self._waiting.pop(request_id)
+            asked = self._waiting.pop(request_id)
+            request = asked.request
             if isinstance(result, NoGrammar):
-                self.queued.release(request_id)
+                self.held.release(request_id)
                 compiled.append(Compiled(request_id, GrammarFailure(result.reason, result.is_overload)))
                 continue
-            if not self.queued.admit(request_id, key, request.spec, grammar_bytes(request.spec, result)):
-                self._deferred[request_id] = request, output, key
+            if not self.held.admit(request_id, asked.key, request.spec, result.num_bytes, asked.urgency):
+                self._deferred[request_id] = asked
                 continue
             try:
-                self._states[request_id] = GrammarState(result, request.reasoning, self._eos_token_ids)
+                self._states[request_id] = GrammarState(
+                    result.compiled, request.reasoning, self._eos_token_ids
+                )
             except Exception:
                 logger.exception("the grammar of request %s cannot be followed", request_id)
-                self.queued.release(request_id)
+                self.held.release(request_id)
                 compiled.append(Compiled(request_id, GrammarFailure(_FAULT, is_fault=True)))
                 continue
-            self._specs[request_id] = request.spec
-            self._replays.append((request_id, output))
+            self._followed[request_id] = asked
+            self._replays.append((request_id, asked.output))
         self._resume_deferred()
-        return compiled + self._replay_some()
+        return compiled + self._displace() + self._replay_some()
 
     def _replay_some(self) -> list[Compiled]:
         """Continue replays for up to `REPLAY_SLICE_S`; return the requests whose replay and measurement have ended."""
@@ -286,13 +315,16 @@ class StructuredOutputManager:
             if request_id in self._states:
                 self._drop_state(request_id)
             else:
-                self.queued.release(request_id)
+                self.held.release(request_id)
         self._resume_deferred()
 
     def _drop_state(self, request_id: str) -> None:
-        del self._states[request_id], self._specs[request_id]
+        self._forget_state(request_id)
+        self.held.release(request_id)
+
+    def _forget_state(self, request_id: str) -> None:
+        del self._states[request_id], self._followed[request_id]
         self._costs.forget(request_id)
-        self.queued.release(request_id)
 
     def replay(self, request_id: str, output: Sequence[int]) -> GrammarFailure | None:
         """Reset a request's grammar and let it accept these tokens. Returns a failure if it cannot, else None.
@@ -359,12 +391,12 @@ class StructuredOutputManager:
         def give_up(index: int) -> None:
             nonlocal num_stuck
             num_stuck += 1
-            self._stuck_specs.add(self._specs[request_ids[index]])
+            self._stuck_specs.add(self._followed[request_ids[index]].request.spec)
             on_given_up(index)
 
         return self._steps.run(
             [
-                partial(make, self._specs[request_id], call)
+                partial(make, self._followed[request_id].request.spec, call)
                 for request_id, call in zip(request_ids, calls, strict=True)
             ],
             give_up,
@@ -442,7 +474,7 @@ class StructuredOutputManager:
         self.compile_queue.close()
         self._steps.close()
 
-    def _finished(self, request_id: str, result: CompiledGrammar | NoGrammar) -> None:
+    def _finished(self, request_id: str, result: Grammar | NoGrammar) -> None:
         self._done.append((request_id, result))
         self._compiled.set()
         self.wake()
@@ -543,13 +575,18 @@ class CopiedGrammars:
         return self._manager.is_deferred(request_id)
 
     def add(
-        self, request_id: str, request: GrammarRequest, output: Sequence[int] = (), key: str = ""
+        self,
+        request_id: str,
+        request: GrammarRequest,
+        output: Sequence[int] = (),
+        key: str = "",
+        urgency: int = 0,
     ) -> None:
         self._waiting[request_id] = None
         if not self._is_leader:
             return
         try:
-            self._manager.add(request_id, request, output, key)
+            self._manager.add(request_id, request, output, key, urgency)
         except Exception as error:
             logger.exception("the grammar of request %s cannot be compiled", request_id)
             failure = GrammarFailure(f"the grammar cannot be compiled: {error}", is_fault=True)
@@ -580,11 +617,16 @@ class CopiedGrammars:
             refused, self._refused = self._refused, []
             return Announcement(compiled=refused + self._manager.take_compiled())
 
-        compiled = [each for each in self._announced(take).compiled if each.request_id in self._waiting]
-        for each in compiled:
-            del self._waiting[each.request_id]
-            if each.failure is None:
-                self._following[each.request_id] = None
+        compiled = []
+        for each in self._announced(take).compiled:
+            before, after = self._waiting, self._following
+            if each.is_deferred:
+                before, after = after, before
+            if each.request_id in before:
+                del before[each.request_id]
+                if each.failure is None:
+                    after[each.request_id] = None
+                compiled.append(each)
         return compiled
 
     def bitmask(

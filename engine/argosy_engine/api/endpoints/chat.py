@@ -39,7 +39,6 @@ from argosy_engine.api.endpoints.exchange import (
     resumption_of,
     stream_answer,
 )
-from argosy_engine.api.http.http_protocol import client_connection
 from argosy_engine.api.http.http_responses import WatchedResponse, read_body
 from argosy_engine.api.served_engine import Engine, OpenAIServing
 from argosy_engine.frontend.admission import stop_if_abandoned
@@ -50,6 +49,7 @@ from argosy_engine.parsers.harmony_parser import HarmonyParser
 from argosy_engine.parsers.parsed_output import Parsed, ParsedCall
 from argosy_engine.parsers.tool_parsers.abstract_tool_parser import ToolParser
 from argosy_engine.structured.grammar_state import Reasoning
+from argosy_http.bounded_protocol import client_connection
 from argosy_protocol.openai import (
     BatchChatCompletionRequest,
     ChatChoice,

@@ -100,7 +100,7 @@ class ChoiceFormat(ABC, Generic[_Choice, _Chunk, _Response]):
 
 
 class DirectWriter(Protocol):
-    """Where a stream can write events without its reader's turn (`http_protocol.ClientConnection`)."""
+    """Where a stream can write events without its reader's turn (`bounded_protocol.ClientConnection`)."""
 
     @property
     def is_ready(self) -> bool:

@@ -32,13 +32,13 @@ from argosy_engine.api.endpoints.exchange import (
     resumption_of,
     stream_answer,
 )
-from argosy_engine.api.http.http_protocol import client_connection
 from argosy_engine.api.http.http_responses import WatchedResponse, read_body
 from argosy_engine.api.served_engine import Engine, OpenAIServing
 from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.sample.token_logprobs import TokenLogprobs
+from argosy_http.bounded_protocol import client_connection
 from argosy_protocol.openai import (
     Completion,
     CompletionChoice,

@@ -15,10 +15,11 @@ from starlette.responses import Response, StreamingResponse
 from argosy_engine.api.endpoints.exchange import json_answer, request_id_of, serving_of
 from argosy_engine.api.http.http_responses import WatchedResponse, read_body
 from argosy_engine.api.served_engine import Engine, OpenAIServing
-from argosy_engine.errors import UtilityFailed
+from argosy_engine.errors import InvalidRequest, UtilityFailed
 from argosy_engine.frontend.admission import stop_if_abandoned
 from argosy_engine.frontend.async_llm import AsyncLLM
 from argosy_engine.frontend.chat_template import tokenizer_config
+from argosy_engine.frontend.renderer import Renderer
 from argosy_protocol import __version__, headers
 from argosy_protocol.api_descriptions import ANTHROPIC_HEADER, CODEX_QUERY, encoded_model, encoded_models
 from argosy_protocol.errors import BadRequest, InternalError, NotFound, Unavailable
@@ -39,6 +40,9 @@ from argosy_protocol.telemetry import (
 )
 
 MAX_WAIT_S: Final = 30.0
+MAX_LISTED_TOKENS: Final = 1 << 19
+"""Tokens of a request or an answer, unless the model's context is longer. To make and encode a list of so many holds
+the interpreter for some 10 ms."""
 
 
 _LEVELS = {"1": 1, "2": 2}
@@ -64,10 +68,12 @@ async def tokenize(
 
     def response(request: TextTokenizeRequest | ChatTokenizeRequest) -> TokenizeResponse:
         if isinstance(request, ChatTokenizeRequest):
-            tokens = renderer.chat_tokens(request)
+            encoded = renderer.encode_chat(request)
         else:
-            tokens = renderer.encode(request.prompt, add_special_tokens=request.add_special_tokens).ids
+            encoded = renderer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         stop_if_abandoned()
+        _check_num_listed(len(encoded), renderer, "prompt")
+        tokens = encoded.ids
         return TokenizeResponse(
             count=len(tokens),
             max_model_len=renderer.config.max_model_len,
@@ -88,10 +94,23 @@ async def detokenize(serving: OpenAIServing, request: DetokenizeRequest, size: i
     renderer = serving.llm.renderer
 
     def text_of(request: DetokenizeRequest) -> str:
+        _check_num_listed(len(request.tokens), renderer, "tokens")
         renderer.check_token_ids(request.tokens, param="tokens")
-        return renderer.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        return renderer.tokenizer.decode_long(request.tokens)
 
     return DetokenizeResponse(prompt=await serving.render_pool.run(size, text_of, request, serving.tenant))
+
+
+def _check_num_listed(num_tokens: int, renderer: Renderer, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: there are more than `MAX_LISTED_TOKENS`.
+    """
+    most = max(MAX_LISTED_TOKENS, renderer.config.max_model_len)
+    if num_tokens > most:
+        raise InvalidRequest(
+            f"{param} has {num_tokens} tokens, at most {most} are taken; send it in parts", param
+        )
 
 
 def add_token_routes(app: FastAPI, engine: Engine) -> None:

@@ -24,9 +24,10 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from argosy_engine.api.http.http_protocol import without_client_connection
 from argosy_engine.api.http.http_responses import send_error
 from argosy_engine.errors import ConfigError
+from argosy_engine.fair_shares import TenantShares
+from argosy_http.bounded_protocol import without_client_connection
 from argosy_protocol import headers
 from argosy_protocol.errors import (
     ApiError,
@@ -34,6 +35,7 @@ from argosy_protocol.errors import (
     Forbidden,
     InternalError,
     PayloadTooLarge,
+    ResourceUnavailable,
     Unauthorized,
 )
 from argosy_protocol.headers import KeyRing
@@ -338,11 +340,22 @@ MAX_BODY_BYTES = 32 << 20
 """Room for a chat of four million characters; images are not accepted."""
 
 
-class RequestLimits:
-    """Rejects request bodies that are too large or not JSON. A request without a body needs no Content-Type."""
+SMALL_BODY_BYTES = 64 << 10
+"""Smaller bodies do not count: of as many requests as there may be they take half a gigabyte."""
+MAX_HELD_BYTES = 512 << 20
+"""Bodies of the requests in flight. What was decoded of a body, up to five times its size, is kept until its request
+ends."""
 
-    def __init__(self, app: ASGIApp) -> None:
+
+class RequestLimits:
+    """Rejects request bodies that are too large or not JSON, and large ones while others hold too much memory.
+
+    A request without a body needs no Content-Type.
+    """
+
+    def __init__(self, app: ASGIApp, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._app = app
+        self._held = TenantShares(max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -353,7 +366,37 @@ class RequestLimits:
         except ApiError as error:
             await send_error(send, error, scope["path"])
             return
-        await self._app(scope, _limited(receive), send)
+        tenant, total, held = "", 0, 0
+
+        async def limited() -> Message:
+            nonlocal tenant, total, held
+            message = await receive()
+            total += len(message.get("body", b""))  # a chunked body has no Content-Length
+            if total > MAX_BODY_BYTES:
+                raise PayloadTooLarge(f"request body exceeds {MAX_BODY_BYTES} bytes")
+            if total > max(SMALL_BODY_BYTES, held):
+                tenant = tenant or Headers(scope=scope).get(headers.TENANT, "")
+                self._check_room(tenant, total - held)
+                self._held.add(tenant, total - held)
+                held = total
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._held.remove(tenant, held)
+
+    def _check_room(self, tenant: str, size: int) -> None:
+        """
+        Raises:
+            ResourceUnavailable: bodies take too much memory, in all or of this tenant.
+        """
+        is_of_tenant = self._held.exceeds_share(tenant, size)
+        if is_of_tenant or self._held.is_full(size):
+            whose = "of the same key" if is_of_tenant else "in flight"
+            raise ResourceUnavailable(
+                f"the bodies of requests {whose} take too much memory", retry_after_s=1.0
+            )
 
 
 def _check_body_headers(scope: Scope) -> None:
@@ -368,21 +411,6 @@ def _check_body_headers(scope: Scope) -> None:
             raise BadRequest("Content-Type must be application/json", code="unsupported_media_type")
         if b"content-encoding" in headers:
             raise BadRequest("Content-Encoding is not supported", code="unsupported_media_type")
-
-
-def _limited(receive: Receive) -> Receive:
-    """Limit the size of a chunked body, which has no Content-Length."""
-    total = 0
-
-    async def limited() -> Message:
-        nonlocal total
-        message = await receive()
-        total += len(message.get("body", b""))
-        if total > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"request body exceeds {MAX_BODY_BYTES} bytes")
-        return message
-
-    return limited
 
 
 class RootPath:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from argosy_engine.api.http.http_protocol import client_connection, error_body
+from argosy_http.bounded_protocol import client_connection, error_body
 from argosy_protocol.anthropic import error_event
 from argosy_protocol.errors import ApiError
 
@@ -86,6 +86,7 @@ class WatchedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
+        scope.pop(_BODY, None)  # which has been decoded
         is_done = has_left = False
 
         def leave() -> None:

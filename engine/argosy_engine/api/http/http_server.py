@@ -4,11 +4,8 @@ uvicorn sweeps the connections once when it ends. One that is accepted or answer
 next one, is then idle for the whole grace period, which is for clients that have yet to read their responses. So the
 idle ones are closed here as they become idle.
 
-`TlsAcceptor` accepts connections and makes their TLS handshakes. The HTTP protocol, which bounds connections, meets
-one only after its handshake, so those before it are counted here, together with the open ones. If there are too many,
-the oldest unfinished handshake makes room: a client that wants to be answered needs some round trips for its own, and
-is done before its turn comes. When a certificate manager renews the files, `ServerCertificate` reads them anew;
-connections that are open keep the certificate that they began with.
+When a certificate manager renews the files, `ServerCertificate` reads them anew; connections that are open keep the
+certificate that they began with.
 """
 
 from __future__ import annotations
@@ -19,14 +16,13 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple, cast
 
 import uvicorn
 
-from argosy_engine.api.http.http_protocol import MAX_TURNED_AWAY, ConnectionLimit
 from argosy_engine.errors import ConfigError
+from argosy_http.bounded_protocol import MAX_TURNED_AWAY, ConnectionLimit
+from argosy_http.server import EmbeddedServer
 
 logger = logging.getLogger("argosy.api")
 
@@ -103,99 +99,13 @@ def _versions(files: CertificateFiles) -> list[tuple[int, int] | None]:
     return versions
 
 
-_RETRY_S = 1.0
-"""Pause after a failure to accept, such as for want of descriptors; asyncio's."""
-
-
-class TlsAcceptor:
-    """Connections from their acceptance to the end of their TLS handshake.
-
-    Args:
-        listeners: non-blocking listening sockets; their owner closes them.
-        context: asked for every connection, so that a renewed certificate counts from the next one on.
-        create_protocol: makes the protocol of a connection whose handshake is done.
-        connections: those whose handshake is done.
-        max_connections: limit on connections, with and without a finished handshake.
-        handshake_timeout_s: limit on one handshake.
-    """
-
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        context: Callable[[], ssl.SSLContext],
-        create_protocol: Callable[[], asyncio.Protocol],
-        connections: Collection[object],
-        max_connections: int,
-        handshake_timeout_s: float,
-    ) -> None:
-        self._context = context
-        self._create_protocol = create_protocol
-        self._connections = connections
-        self._max_connections = max_connections
-        self._handshake_timeout_s = handshake_timeout_s
-        self._handshakes: dict[asyncio.Task[None], None] = {}
-        """Unfinished ones, oldest first."""
-        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in listeners]
-
-    def close(self) -> None:
-        """Accept no more connections, and drop those whose handshake is not done."""
-        for task in (*self._accepting, *self._handshakes):
-            task.cancel()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:
-                logger.warning("a connection cannot be accepted: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if not self._make_room():
-                connection.close()
-                continue
-            handshake = asyncio.create_task(self._shake_hands(connection))
-            self._handshakes[handshake] = None
-            handshake.add_done_callback(partial(self._end, connection))
-
-    def _make_room(self) -> bool:
-        """Drop the oldest handshakes until there is room for one more; return whether there is."""
-        while len(self._connections) + len(self._handshakes) >= self._max_connections:
-            oldest = next(iter(self._handshakes), None)
-            if oldest is None:
-                return False
-            del self._handshakes[oldest]
-            oldest.cancel()
-        return True
-
-    async def _shake_hands(self, connection: socket.socket) -> None:
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().connect_accepted_socket(
-            self._create_protocol,
-            connection,
-            ssl=self._context(),
-            ssl_handshake_timeout=self._handshake_timeout_s,
-        )
-
-    def _end(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
-        self._handshakes.pop(handshake, None)
-        error = None if handshake.cancelled() else handshake.exception()
-        if handshake.cancelled() or error is not None:
-            connection.close()
-        if error is not None and not isinstance(error, OSError):  # of TLS, the connection, or the deadline
-            logger.error("a handshake failed with %s", type(error).__qualname__)
-
-
 _DATE_INTERVAL_S = 1.0
 
 _SWEEP_INTERVAL_S = 0.02
 
 
-class HttpServer(uvicorn.Server):
-    """Server that serves until `stop`. It leaves the signals to its owner.
+class HttpServer(EmbeddedServer):
+    """Server that serves until `stop`.
 
     Args:
         config: its protocol is a `ConnectionLimit`.
@@ -217,28 +127,19 @@ class HttpServer(uvicorn.Server):
         self._last_bytes_s = last_bytes_s
         self._stopped.set()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         certificate = self._certificate
         if certificate is None:
             await super().startup(sockets)
             return
-        await self.lifespan.startup()
-        config, state = self.config, self.server_state
-        protocol = cast("type[ConnectionLimit]", config.http_protocol_class)
-        acceptor = TlsAcceptor(
+        protocol = cast("type[ConnectionLimit]", self.config.http_protocol_class)
+        await self.start_tls(
             sockets or [],
             lambda: certificate.context,
-            lambda: protocol(config=config, server_state=state, app_state=self.lifespan.state),
-            state.connections,
+            self.server_state.connections,
             protocol.max_connections + MAX_TURNED_AWAY,
             protocol.limits.header_timeout_s,
         )
-        self.servers = [cast("asyncio.Server", acceptor)]
-        self.started = True
 
     async def main_loop(self) -> None:
         while not self._stopped.is_set():

@@ -4,6 +4,9 @@ uvicorn bounds headers only with h11, and never the time of a request; llhttp co
 reports it, and accepts any number of Host headers and HTTP versions from 0.9 to 2.0. Here it is decided which requests
 are rejected before the application sees them (RFC 9112), and how. Keys, routes and limits on bodies are the layers'.
 
+A server that must answer some requests whatever else is connected sets `HttpLimits.max_silent`: uvicorn counts silent
+connections for `limit_concurrency`, beyond which it answers 503 to everybody.
+
 Invariants: while a part of a request is outstanding, or the client does not read its response, a timer runs; uvicorn
 has one of its own for idle connections. A client that is rejected while it sends can read the response
 (`LingeringTransport`). Clients never take the last descriptor (`ConnectionLimit`), so that there are some for what the
@@ -13,9 +16,10 @@ process cannot do without: the connection to its core, the model's files, the pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, ClassVar, Self, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -239,21 +243,22 @@ class HttpLimits:
     """How long a rejected client's input is discarded before the connection is closed. Equals the router's."""
     unwanted_bytes: int = 64 << 20
     """Limit on the bytes of a body that are discarded after its request has been answered. Clients that send everything
-    before they read thus get the response to a body of up to twice `asgi_layers.MAX_BODY_BYTES`."""
-
-
-class _UntilClose(int):
-    """Length of a body that ends with the connection; uvicorn counts down from it."""
-
-    def __lt__(self, other: object) -> bool:
-        return False
-
-    def __sub__(self, other: object) -> _UntilClose:
-        return self
+    before they read thus get the response to a body of up to twice an engine's limit on bodies."""
+    max_silent: int | None = None
+    """Limit on a server's connections on which no whole request is being answered to a client that reads; beyond it the
+    one that has been silent for longest is cut. None: no limit."""
 
 
 class _Refused(Exception):
     """Raised in a callback to stop the parser."""
+
+
+async def _send_until_close(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
+    """Send a message of a response whose body ends with the connection: each piece is as long as it is to be."""
+    cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -265,6 +270,17 @@ class BoundedProtocol(HttpToolsProtocol):
     limits: ClassVar[HttpLimits] = HttpLimits()
     on_slow_client: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     """Called when a client is disconnected because it does not read its response."""
+    silent: ClassVar[dict[BoundedProtocol, None]]
+    """Silent connections of the server, the one that has been so for longest first."""
+
+    @classmethod
+    def for_server(cls, **bounds: object) -> type[Self]:
+        """Make a class for the connections of one server, which are counted together.
+
+        Args:
+            bounds: values of class variables.
+        """
+        return cast("type[Self]", type(cls.__name__, (cls,), {"silent": {}, **bounds}))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -297,12 +313,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """The request that is being answered; pipelined ones wait behind it."""
         self._lingering: LingeringTransport | None = None
         """The transport, as uvicorn's protocol has it."""
+        self._is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast("asyncio.Transport", self._linger_on(transport)))
         self._expect_head()
+        self._note_silence()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._note_silence()
         self._cancel_deadline()
         self._cancel_stall()
         if self._lingering is not None:
@@ -320,10 +340,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._cancel_stall()
         self._stall = self.loop.call_later(self.limits.write_stall_s, self._grant_stall_grace)
+        self._note_silence()
 
     def resume_writing(self) -> None:
         self._cancel_stall()
         super().resume_writing()
+        self._note_silence()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering is not None and self._lingering.is_closing():
@@ -363,6 +385,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_begin()
         self._expect_head()
+        self._note_silence(from_now=True)
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -396,7 +419,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if version == "1.0":
             # It knows no chunks (RFC 9112, 6.1); the connection is closed after the response.
             self.cycle.chunked_encoding = False
-            self.cycle.expected_content_length = _UntilClose()
+            self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         offer_client_connection(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
@@ -406,6 +429,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
+        self._note_silence()
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
@@ -423,6 +447,41 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_body = False
         super().on_message_complete()
         self._cancel_deadline()
+        if (
+            self.cycle.response_complete
+        ):  # uvicorn's timer for idle connections has ended with the body's bytes
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        self._note_silence()
+
+    # Silent connections
+
+    def _note_silence(self, *, from_now: bool = False) -> None:
+        """Count the connection among the silent ones if it is one, else not.
+
+        Args:
+            from_now: its silence begins now, also if it was silent before.
+        """
+        if self.limits.max_silent is None:
+            return
+        is_whole = not (self._is_in_head or self._is_in_body)
+        is_answering = is_whole and self.cycle is not None and not self.cycle.response_complete
+        is_silent = not self._is_lost and (not is_answering or self.flow.write_paused)
+        if from_now or not is_silent:
+            self.silent.pop(self, None)
+        if is_silent:
+            self.silent.setdefault(self)
+            if len(self.silent) > self.limits.max_silent:
+                next(iter(self.silent))._give_way()
+
+    def _give_way(self) -> None:
+        del self.silent[self]
+        if self._running is not None:
+            self._running.disconnected = True  # else what it writes before it is told is an error
+        if self._lingering is not None:
+            self._lingering.abort()
 
     # Deadlines
 
@@ -598,15 +657,3 @@ class ConnectionLimit(BoundedProtocol):
         type(self).num_turned_away -= 1
         if self._lingering is not None:
             self._lingering.lost()
-
-
-def protocol_of(
-    num_descriptors: int, limits: HttpLimits, on_slow_client: Callable[[], None] = lambda: None
-) -> type[ConnectionLimit]:
-    """Make a protocol with these limits that leaves half of the process's descriptors for other uses."""
-    attributes = {
-        "max_connections": num_descriptors // 2,
-        "limits": limits,
-        "on_slow_client": staticmethod(on_slow_client),
-    }
-    return type("LimitedProtocol", (ConnectionLimit,), attributes)
