@@ -448,7 +448,7 @@ def test_wrong_answers_are_told_apart(
 
 def test_redirects_without_end_are_transient(hub: HubServer, source: HubSource, weights: RemoteFile) -> None:
     target = f"/{MODEL}/resolve/main/model.safetensors"
-    hub.faults.add("resolve", Fault(headers={"Location": target}), times=5)
+    hub.faults.add("resolve", Fault(headers={"Location": target}), times=6)
     with pytest.raises(TransientError, match="more than 5 redirects"):
         read(source, weights)
 

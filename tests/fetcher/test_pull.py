@@ -136,8 +136,7 @@ def test_a_pruned_revision_is_fetched_again_where_a_branch_is_pinned_to_it() -> 
         ("gs://bucket/tiny", "gs://bucket/tiny", ""),
         ("oci://docker.io/tiny:v1", "oci://docker.io/library/tiny", "v1"),
         (f"oci://host.example/tiny@sha256:{'a' * 64}", "oci://host.example/tiny", f"sha256-{'a' * 64}"),
-        ("https://host/tiny.tar.gz", "https://host/tiny.tar.gz", ""),
-        (f"https://host/tiny.tar#sha256={'b' * 64}", "https://host/tiny.tar", "b" * 64),
+        ("https://host/tiny/SHA256SUMS", "https://host/tiny/SHA256SUMS", ""),
     ],
 )
 def test_a_stored_model_needs_no_client(
