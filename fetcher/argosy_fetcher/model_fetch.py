@@ -19,7 +19,7 @@ import msgspec
 from argosy_fetcher.archives import UnpackedFile, Unpacker, model_folder, require_unpacker
 from argosy_fetcher.disk import IDLE_AFTER_S, HolderMark, disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
-from argosy_fetcher.progress import Progress, Silent, duration_text
+from argosy_fetcher.progress import ForwardedProgress, Progress, duration_text
 from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, read_range, read_whole, retrying
 from argosy_fetcher.selection import (
     MAX_SMALL_FILE_BYTES,
@@ -32,12 +32,11 @@ from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, S
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
 from argosy_fetcher.transfer import TaskQueue, TransferSettings, transfer
-from argosy_protocol.reports import Phase
 
 MAX_VERSION_BYTES: Final = 2048
 MAX_LISTED_PATH_BYTES: Final = 2048
 """Bound on names in a list of files. Those of files that are fetched have a smaller one, `source.MAX_PATH_BYTES`."""
-_SILENT: Final = Silent()
+_SILENT: Final = Progress()
 _DEFAULTS: Final = TransferSettings()
 
 
@@ -161,7 +160,9 @@ class _Fetch:
 
     def run(self, mark: HolderMark) -> FetchedModel:
         """Fetch, with the source's lock held."""
-        self._progress = _MarkedProgress(self._progress, mark)
+        self._progress = ForwardedProgress(
+            self._progress, mark.progressed
+        )  # shown to those who wait for the lock
         self._progress.enter("resolving")
         name, requested_revision = self._source.name, self._source.requested_revision
         snapshot = retrying(self._attempts("list of files"), self._source.snapshot)
@@ -300,36 +301,6 @@ class _Fetch:
         return Attempts(
             f"{self._source.name}: {what}", self._settings.retry, self._progress.note, self._cancelled
         )
-
-
-class _MarkedProgress:
-    """Shows those who wait for a lock that its holder makes progress. Notes are none: a retry writes one."""
-
-    def __init__(self, told: Progress, mark: HolderMark) -> None:
-        self._told = told
-        self._mark = mark
-
-    def enter(self, phase: Phase) -> None:
-        self._mark.progressed()
-        self._told.enter(phase)
-
-    def resolved(self, source: str, revision: str) -> None:
-        self._mark.progressed()
-        self._told.resolved(source, revision)
-
-    def begin(self, total_bytes: int, present_bytes: int) -> None:
-        self._mark.progressed()
-        self._told.begin(total_bytes, present_bytes)
-
-    def advance(self, num_bytes: int) -> None:
-        self._mark.progressed()
-        self._told.advance(num_bytes)
-
-    def note(self, text: str) -> None:
-        self._told.note(text)
-
-    def end(self) -> None:
-        self._told.end()
 
 
 def _reader(files: dict[str, UnpackedFile]) -> Callable[[RemoteFile], bytes]:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from argosy_protocol.reports import Phase
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Progress(Protocol):
-    """Observer of one fetch. Its methods may be called from several threads at once and must not block."""
+class Progress:
+    """Observer of one fetch; this one reports nothing. Its methods may be called from several threads at once and must
+    not block."""
 
     def enter(self, phase: Phase) -> None:
         """Another phase has begun. `begin` enters `fetching`, and `end` enters `done`, without this call."""
-        ...
 
     def resolved(self, source: str, revision: str) -> None:
         """The revision is known."""
-        ...
 
     def begin(self, total_bytes: int, present_bytes: int) -> None:
         """The selected files are known.
@@ -38,35 +37,49 @@ class Progress(Protocol):
             total_bytes: size of all selected files.
             present_bytes: how much of it an earlier attempt, or another cache on this machine, has left here.
         """
-        ...
 
     def advance(self, num_bytes: int) -> None:
         """Bytes have arrived. Negative if content turned out to be wrong and is fetched again."""
-        ...
 
     def note(self, text: str) -> None:
         """Something worth a line: a wait for another process, a retry after a failure."""
-        ...
 
     def end(self) -> None:
         """The model is complete."""
-        ...
 
 
-class Silent:
-    """A `Progress` that reports nothing."""
+class ForwardedProgress(Progress):
+    """Passes everything on.
 
-    def enter(self, phase: Phase) -> None: ...
+    Args:
+        on_progress: called first, but not for notes: a retry writes one.
+    """
 
-    def resolved(self, source: str, revision: str) -> None: ...
+    def __init__(self, shown: Progress, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._shown = shown
+        self._on_progress = on_progress
 
-    def begin(self, total_bytes: int, present_bytes: int) -> None: ...
+    def enter(self, phase: Phase) -> None:
+        self._on_progress()
+        self._shown.enter(phase)
 
-    def advance(self, num_bytes: int) -> None: ...
+    def resolved(self, source: str, revision: str) -> None:
+        self._on_progress()
+        self._shown.resolved(source, revision)
 
-    def note(self, text: str) -> None: ...
+    def begin(self, total_bytes: int, present_bytes: int) -> None:
+        self._on_progress()
+        self._shown.begin(total_bytes, present_bytes)
 
-    def end(self) -> None: ...
+    def advance(self, num_bytes: int) -> None:
+        self._on_progress()
+        self._shown.advance(num_bytes)
+
+    def note(self, text: str) -> None:
+        self._shown.note(text)
+
+    def end(self) -> None:
+        self._shown.end()
 
 
 LINE_INTERVAL_S: Final = 5.0
@@ -77,7 +90,7 @@ _RATE_LINES: Final = 6
 _UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-class ProgressDisplay(Silent):
+class ProgressDisplay(Progress):
     """A `Progress` that is shown until its context ends: threads that still fetch must not write after that."""
 
     _is_closed = False

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_fetcher.errors import FetchError, HashMismatch, NoSpace, SourceChanged, TransientError
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.retry import Cancelled, RetryPolicy
 from argosy_fetcher.source import Algorithm, Chunk, RemoteFile
 from argosy_fetcher.transfer import TransferSettings, transfer
@@ -37,7 +37,7 @@ def fetch(
     settings: TransferSettings = QUICK,
 ) -> None:
     targets = {directory / file.path: file for file in source.files}
-    transfer(source, targets, directory, progress=progress or Silent(), settings=settings, known={})
+    transfer(source, targets, directory, progress=progress or Progress(), settings=settings, known={})
 
 
 def found(directory: Path) -> dict[str, bytes]:
@@ -262,7 +262,7 @@ def test_a_cancelled_transfer_stops_at_the_next_chunk(tmp_path: Path) -> None:
             source,
             targets,
             tmp_path,
-            progress=Silent(),
+            progress=Progress(),
             settings=TransferSettings(10_000, 1, PATIENT),
             known={},
             cancelled=cancelled,
