@@ -19,7 +19,7 @@ import msgspec
 from argosy_fetcher.archives import UnpackedFile, Unpacker, model_folder, require_unpacker
 from argosy_fetcher.disk import IDLE_AFTER_S, HolderMark, disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
-from argosy_fetcher.progress import ForwardedProgress, Progress, duration_text
+from argosy_fetcher.progress import ForwardedProgress, Progress
 from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, read_range, read_whole, retrying
 from argosy_fetcher.selection import (
     MAX_SMALL_FILE_BYTES,
@@ -31,7 +31,8 @@ from argosy_fetcher.selection import (
 from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, Source
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
-from argosy_fetcher.transfer import TaskQueue, TransferSettings, transfer
+from argosy_fetcher.transfer import TaskQueue, Transfer, TransferSettings
+from argosy_protocol.reports import duration_text
 
 MAX_VERSION_BYTES: Final = 2048
 MAX_LISTED_PATH_BYTES: Final = 2048
@@ -274,17 +275,16 @@ class _Fetch:
         known: dict[str, bytes],
         extra_bytes: int = 0,
     ) -> None:
-        transfer(
+        Transfer(
             self._source,
             targets,
             directory,
             progress=self._progress,
             settings=self._settings,
             known=known,
-            extra_bytes=extra_bytes,
             local_copy=self._local_copy,
             cancelled=self._cancelled,
-        )
+        ).run(extra_bytes)
 
     def _local_copy(self, file: RemoteFile) -> Path | None:
         """Return a file of this machine that should have the same content: another revision's in the store, as

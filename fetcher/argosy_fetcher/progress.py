@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from argosy_protocol.reports import Phase
+from argosy_protocol.reports import SIZE_UNITS, Phase, duration_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,6 @@ _BAR_INTERVAL_S: Final = 0.1
 """How often a bar takes in what has arrived. Its own lock is too slow for every chunk."""
 _RATE_LINES: Final = 6
 """The rate of a line is the mean since this many lines ago, so that it neither jumps nor lags by minutes."""
-_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 class ProgressDisplay(Progress):
@@ -272,10 +271,7 @@ def _make_bar(console: Console) -> Any:
 
 def status_text(done_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
     """Describe a transfer: `43 % 12.1/28.0 GiB, 253.1 MiB/s, eta 64 s`; without what is not known."""
-    unit, name = next((entry for entry in _UNITS if total_bytes >= entry[0]), (1, "B"))
-    digits = 0 if unit == 1 else 1
-    share = 100 if total_bytes <= 0 else int(100 * max(done_bytes, 0) / total_bytes)
-    text = f"{share} % {done_bytes / unit:.{digits}f}/{total_bytes / unit:.{digits}f} {name}"
+    text = share_text(done_bytes, total_bytes)
     if bytes_per_s <= 0.0:
         return text
     text += f", {size_text(int(bytes_per_s))}/s"
@@ -285,15 +281,8 @@ def status_text(done_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
 
 def size_text(num_bytes: int) -> str:
     """Format a size with a binary unit: `1.4 GiB`."""
-    unit, name = next((entry for entry in _UNITS if num_bytes >= entry[0]), (1, "B"))
+    unit, name = next((entry for entry in SIZE_UNITS if num_bytes >= entry[0]), (1, "B"))
     return f"{num_bytes} B" if unit == 1 else f"{num_bytes / unit:.1f} {name}"
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration in its largest fitting unit: `70 s`, `12 min`, `3.5 h`."""
-    if seconds < 120.0:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60.0:.0f} min" if seconds < 7200.0 else f"{seconds / 3600.0:.1f} h"
 
 
 def printable(text: str) -> str:

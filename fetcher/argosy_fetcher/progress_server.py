@@ -18,9 +18,9 @@ from typing import Final, Self
 
 import msgspec
 
-from argosy_fetcher.progress import ForwardedProgress, Progress, duration_text, printable, size_text
+from argosy_fetcher.progress import ForwardedProgress, Progress, printable, size_text
 from argosy_protocol.program.listen import listen
-from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, Phase
+from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, Phase, duration_text
 
 RATE_WINDOW_S: Final = 15.0
 """The rate is the mean of this time: long enough not to jump, short enough to show soon that nothing arrives."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -640,12 +641,7 @@ class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True, omit_defau
         return chats
 
 
-_BATCH = msgspec.json.Decoder(BatchChatCompletionRequest)
-
-
-def decode_batch_request(body: bytes) -> BatchChatCompletionRequest:
-    """Decode a body of /v1/chat/completions/batch, as `decode_body` does."""
-    return decode_body(_BATCH, body)
+decode_batch_request = partial(decode_body, msgspec.json.Decoder(BatchChatCompletionRequest))
 
 
 class _InternalFields(InternalFields, kw_only=True):
@@ -694,7 +690,7 @@ class _Form(_InternalFields):
 _FORM = msgspec.json.Decoder(_Form)
 _TEXT = msgspec.json.Decoder(TextTokenizeRequest)
 _TOKENIZE_CHAT = msgspec.json.Decoder(ChatTokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+decode_detokenize_request = partial(decode_body, msgspec.json.Decoder(DetokenizeRequest))
 
 
 def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRequest:
@@ -711,11 +707,6 @@ def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRe
     if not has_prompt and not has_chat:
         raise BadRequest("the request needs `prompt`, or a chat in `messages`", param="prompt")
     return decode_body(_TOKENIZE_CHAT, body) if has_chat else decode_body(_TEXT, body)
-
-
-def decode_detokenize_request(body: bytes) -> DetokenizeRequest:
-    """Decode a body of /detokenize, as `decode_body` does."""
-    return decode_body(_DETOKENIZE, body)
 
 
 def only_model(body: bytes) -> ChatCompletionRequest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -240,18 +241,8 @@ class PoolingResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_CLASSIFY = msgspec.json.Decoder(ClassificationRequest)
-_POOLING = msgspec.json.Decoder(PoolingRequest)
-
-
-def decode_classification_request(body: bytes) -> ClassificationRequest:
-    """Decode a body of /classify, as `decode_body` does."""
-    return decode_body(_CLASSIFY, body)
-
-
-def decode_pooling_request(body: bytes) -> PoolingRequest:
-    """Decode a body of /pooling. Raises as `decode_classification_request`."""
-    return decode_body(_POOLING, body)
+decode_classification_request = partial(decode_body, msgspec.json.Decoder(ClassificationRequest))
+decode_pooling_request = partial(decode_body, msgspec.json.Decoder(PoolingRequest))
 
 
 class EmbeddingRequest(EncodingFields, kw_only=True, omit_defaults=True):
@@ -276,12 +267,7 @@ class EmbeddingResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_decoder = msgspec.json.Decoder(EmbeddingRequest)
-
-
-def decode_embedding_request(body: bytes) -> EmbeddingRequest:
-    """Decode a request body, as `decode_body` does."""
-    return decode_body(_decoder, body)
+decode_embedding_request = partial(decode_body, msgspec.json.Decoder(EmbeddingRequest))
 
 
 def encode_vector(vector: list[float], encoding_format: Literal["float", "base64"]) -> list[float] | str:
@@ -486,18 +472,8 @@ class RerankResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_SCORE = msgspec.json.Decoder(ScoreRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
-
-
-def decode_score_request(body: bytes) -> ScoreRequest:
-    """Decode a body of /score, as `decode_body` does."""
-    return decode_body(_SCORE, body)
-
-
-def decode_rerank_request(body: bytes) -> RerankRequest:
-    """Decode a body of /rerank. Raises as `decode_score_request`."""
-    return decode_body(_RERANK, body)
+decode_score_request = partial(decode_body, msgspec.json.Decoder(ScoreRequest))
+decode_rerank_request = partial(decode_body, msgspec.json.Decoder(RerankRequest))
 
 
 def _texts(given: OneOrMore) -> list[str]:

@@ -23,7 +23,7 @@ from argosy_fetcher.progress import Progress
 from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.oci import MAX_MANIFEST_BYTES, OciSource
-from argosy_fetcher.transfer import TransferSettings, transfer
+from argosy_fetcher.transfer import Transfer, TransferSettings
 from container_registry import ContainerRegistry, RegistryReply, error_reply, running_registry
 from oci_artifacts import (
     DOCKER_INDEX,
@@ -354,7 +354,7 @@ def test_a_registry_without_ranges_is_noticed_once_and_sends_a_layer_once(
     source = open_model()
     targets = {tmp_path / name: weights_of(source) for name in ("a", "b")}
     settings = TransferSettings(part_bytes=-(-len(WEIGHTS) // 4))
-    transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={})
+    Transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={}).run()
     assert [path.read_bytes() for path in targets] == [WEIGHTS, WEIGHTS]
     probe, *parts = registry.requests_for("/blobs/")
     assert probe.headers["range"] == f"bytes={len(WEIGHTS) - 1}-{len(WEIGHTS) - 1}"

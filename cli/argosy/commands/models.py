@@ -23,17 +23,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from argosy.diagnosis import is_unreachable
 from argosy.errors import OK, CommandError, UsageError, ends_at_sigterm
 from argosy.terminal import (
     Parser,
+    add_output,
     age,
     age_seconds,
     percent_or_bytes,
     port,
     positive_seconds,
+    print_json,
     size_bytes,
     table,
 )
@@ -47,7 +47,7 @@ from argosy_fetcher.errors import (
     NoSpace,
     TransientError,
 )
-from argosy_fetcher.progress import Progress, duration_text, printable, progress_display, size_text
+from argosy_fetcher.progress import Progress, printable, progress_display, size_text
 from argosy_fetcher.progress_server import ProgressMeter, ProgressServer
 from argosy_fetcher.pull import PulledModel, find_model, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
@@ -56,6 +56,7 @@ from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import StoredModel, equal_revisions, source_directory
 from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
 from argosy_protocol.program.listen import CannotListen
+from argosy_protocol.reports import duration_text
 
 MIN_FREE_ENV: Final = "ARGOSY_MIN_FREE"
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
@@ -109,9 +110,7 @@ def build_parser() -> Parser:
 def _add_list(commands: argparse._SubParsersAction[Parser]) -> None:
     text = "List the models in the store, what interrupted fetches have left, and what other programs have damaged."
     parser = commands.add_parser("list", help="list the models", description=text)
-    parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
-    )
+    add_output(parser)
     _add_download_dir(parser)
     parser.set_defaults(run=_list)
 
@@ -231,7 +230,7 @@ def _list(options: argparse.Namespace) -> int:
     ]
     if options.output == "json":
         rows = [_as_json(model, state) for model, state in models]
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+        print_json(rows)
         return OK
     now = time.time()
     print(table(_HEADER, [_row(model, state, now) for model, state in models]))

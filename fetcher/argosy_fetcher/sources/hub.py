@@ -56,7 +56,7 @@ from argosy_fetcher.sources.http import (
     retry_after_s,
     unknown_host,
 )
-from argosy_fetcher.sources.registry import hub_address, hub_source_name, is_true
+from argosy_fetcher.sources.registry import hub_address, hub_source_name, is_true, read_text
 
 if TYPE_CHECKING:
     from argosy_fetcher.source_uri import SourceUri
@@ -399,13 +399,13 @@ def is_offline(credentials: Mapping[str, str]) -> bool:
 
 def _read(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TOKEN_BYTES + 1)
+        text = read_text(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise AccessDenied(f"the hub's token cannot be read: {path}: {error.strerror}") from None
-    text = content.decode("utf-8", "replace")
+    except ValueError as error:
+        raise AccessDenied(f"{path} is not a token: {error}") from None
     return _checked(text, str(path)) if text.strip() else None
 
 

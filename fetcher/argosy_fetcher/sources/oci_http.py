@@ -61,7 +61,13 @@ from argosy_fetcher.sources.http import (
     request_url,
     retry_after_s,
 )
-from argosy_fetcher.sources.registry import PLAIN_HTTP_ENV, ImageReference, canonical_host, is_plain_http
+from argosy_fetcher.sources.registry import (
+    PLAIN_HTTP_ENV,
+    ImageReference,
+    canonical_host,
+    is_plain_http,
+    read_text,
+)
 
 DOCUMENT_S: Final = 60.0
 """For all bytes of a document."""
@@ -346,8 +352,6 @@ def parse_challenges(headers: Sequence[str]) -> list[AuthChallenge]:
 
 
 _log: Final = logging.getLogger(__name__)
-MAX_AUTH_FILE_BYTES: Final = 1 << 20
-"""The largest Secret of Kubernetes."""
 
 
 @dataclass(frozen=True)
@@ -472,15 +476,11 @@ def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bool, Callable
 
 def _read(path: Path, origin: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_AUTH_FILE_BYTES + 1)
+        return read_text(path).encode()
     except OSError as error:
         raise InvalidSource(f"{origin}: cannot read the auth file: {error.strerror}") from None
-    except ValueError:  # a NUL in the path
-        raise InvalidSource(f"{origin}: this is no path of a file") from None
-    if len(content) > MAX_AUTH_FILE_BYTES:
-        raise InvalidSource(f"{origin}: larger than {MAX_AUTH_FILE_BYTES} bytes, so it is no auth file")
-    return content
+    except ValueError as error:  # also a NUL in the path
+        raise InvalidSource(f"{origin}: it is no auth file: {error}") from None
 
 
 def _decoded(origin: str, content: bytes) -> AuthFile:
