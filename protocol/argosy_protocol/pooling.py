@@ -18,14 +18,12 @@ from argosy_protocol.openai import (
     MAX_CHAT_TEMPLATE,
     MAX_MESSAGES,
     MAX_PROMPTS,
-    MAX_REQUEST_ID,
     MAX_TOKENS,
+    CallFields,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     DataParallelRank,
-    InternalFields,
-    ModelField,
     TokenId,
 )
 
@@ -53,20 +51,15 @@ _OLDER_NAMES = ("softmax", "activation")
 """vLLM's former names of `use_activation`, where numbers of classes are computed."""
 
 
-class PoolingFields(InternalFields, kw_only=True, omit_defaults=True):
+class PoolingFields(CallFields, kw_only=True, omit_defaults=True):
     """Fields of every request to a pooling model."""
 
-    model: ModelField = ""
-    user: Annotated[str, Meta(max_length=512)] | None = None
     use_activation: bool | None = None
     """Whether embeddings are scaled to length 1, and scores become probabilities; null: as the model says."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     """Tokens that stay of a longer prompt; -1: as many as the model takes."""
     truncation_side: Literal["left", "right"] | None = None
     """Where tokens are cut off; by default right, so that the first ones stay. Special tokens stay on both sides."""
-    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     data_parallel_rank: DataParallelRank | None = None
     """As `openai.GenerationRequest` has it."""
 
