@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from argosy_fetcher.errors import (
     SourceChanged,
     TransientError,
 )
-from argosy_fetcher.sources.http import MAX_REDIRECTS, retry_after_s
+from argosy_fetcher.sources.http import MAX_DISCARDED_BYTES, MAX_REDIRECTS, retry_after_s
 from argosy_fetcher.sources.web import WebClient
 from loopback_certificate import issue_certificate
 from scripted_http import Asked, Reply, ScriptedHttp
@@ -124,6 +125,37 @@ def test_other_redirects_are_refused(location: str, reason: str) -> None:
     ):
         body(server, "/a")
     assert "s3cret" not in str(failure.value)
+
+
+class Endless(httpx.SyncByteStream):
+    """A body without an end, which counts what is read of it."""
+
+    num_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            self.num_bytes += 4096
+            yield bytes(4096)
+
+
+def test_a_body_that_nobody_wants_is_read_up_to_a_bound() -> None:
+    stream = Endless()
+    with closing(WebClient("source", httpx.URL("https://host/"), {})) as client:
+        client.discard(httpx.Response(302, stream=stream, request=httpx.Request("GET", "https://host/")))
+    assert 0 < stream.num_bytes <= MAX_DISCARDED_BYTES + 4096
+
+
+def test_a_signed_address_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("test").info("seen")
+
+    def answer(asked: Asked) -> Reply:
+        return Reply(200, b"there") if asked.query else to("/b?Signature=hidden")
+
+    with ScriptedHttp(answer) as server:
+        assert body(server, "/a") == b"there"
+    assert "seen" in caplog.text
+    assert "hidden" not in caplog.text
 
 
 def test_encryption_is_not_given_up(tls: tuple[Path, Path]) -> None:

@@ -272,8 +272,7 @@ def why(argv: Sequence[str], *, cluster: bool = False) -> int:
             action="store_true",
             help="ask the cluster of kubectl instead of the local fleet; so do the next two options",
         )
-    parser.add_argument("-n", "--namespace", help="namespace of the service (kubectl's own)")
-    parser.add_argument("--context", help="context of kubectl (the current one)")
+    _add_cluster(parser)
     add_output(parser, "text")
     if not cluster:
         add_state_dir(parser)
