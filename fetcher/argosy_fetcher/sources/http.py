@@ -181,6 +181,10 @@ class SourceClient:
 
     def discard(self, response: httpx.Response) -> None:
         """Close a response; read it before if it is short, so that its connection can be used again."""
+        length = response.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > MAX_DISCARDED_BYTES:
+            response.close()
+            return
         with suppress(FetchError, TransientError):
             self.document(response, MAX_DISCARDED_BYTES, "", MAX_DISCARD_S)
 
@@ -233,7 +237,7 @@ class SourceClient:
             with suppress(FetchError, TransientError):
                 response = open_last_byte()
                 self._sends_ranges = response.status_code != 200
-                response.close() if response.status_code == 200 else self.discard(response)
+                self.discard(response)
         return self._sends_ranges
 
     def check_encoding(self, response: httpx.Response, where: str) -> None:

@@ -156,10 +156,7 @@ class WebSource:
         response = self._client.answer(
             self._file_url(path), where, {"range": "bytes=0-0"}, accepted=(200, 206, 416)
         )
-        if response.status_code == 200:
-            response.close()
-        else:
-            self._client.discard(response)
+        self._client.discard(response)
         self._client.check_encoding(response, where)
         _, _, size = content_range(response)
         if response.status_code == 416 and size != 0:
