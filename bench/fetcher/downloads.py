@@ -18,11 +18,11 @@ KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "
 
 
 def with_argosy(uri: str, environment: dict[str, str], directory: Path) -> None:
-    from argosy_fetcher.progress import Silent
+    from argosy_fetcher.progress import Progress
     from argosy_fetcher.pull import pull_model
     from argosy_fetcher.source_uri import parse
 
-    pull_model(parse(uri), progress=Silent(), download_dir=str(directory), environment=environment)
+    pull_model(parse(uri), progress=Progress(), download_dir=str(directory), environment=environment)
 
 
 def with_obstore(endpoint: str, directory: Path) -> None:

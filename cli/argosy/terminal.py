@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
+import msgspec
+
 from argosy.errors import UsageError
 from argosy_fetcher.progress import printable
 
@@ -167,6 +169,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.replace(_POSITIONAL, '')}; `{self.prog} --help` shows the arguments")
+
+
+def add_output(parser: argparse.ArgumentParser, text: str = "table") -> None:
+    parser.add_argument("-o", "--output", choices=(text, "json"), default=text, help="format (%(default)s)")
+
+
+def print_json(value: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def add_state_dir(parser: argparse.ArgumentParser) -> None:

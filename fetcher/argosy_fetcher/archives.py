@@ -1,4 +1,4 @@
-"""Archives: takes the files that are served out of tar and zip archives from hostile places.
+"""Archives: takes the files that are served out of tar archives from hostile places.
 
 Owns formats, decompression and their bounds, which members are written, and what layers of an image do to each other.
 Must not know what makes a model complete (`selection`).
@@ -8,13 +8,9 @@ never made or followed; files that are not served are not written.
 
 from __future__ import annotations
 
-import errno
 import gzip
-import io
 import re
-import stat
 import tarfile
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,8 +28,6 @@ MAX_RATIO: Final = 200
 """Decompressed bytes per byte of an archive, beyond `RATIO_FREE_BYTES`. Weights compress to half at best."""
 RATIO_FREE_BYTES: Final = 1 << 30
 _CHUNK_BYTES: Final = 1 << 20
-_MAX_READ_BYTES: Final = 16 << 20
-"""Bound on what a format's own structures may make the reader hold in memory, such as a zip's directory."""
 _MAX_PAX_BYTES: Final = 32 << 10
 """Of one pax header, and of all global ones together. Names and times take hundreds of bytes."""
 _MAX_TAR_HEADERS_BYTES: Final = 256 << 10
@@ -41,7 +35,6 @@ _MAX_TAR_HEADERS_BYTES: Final = 256 << 10
 _MAX_DIGITS: Final = 128
 _DIGITS: Final = re.compile(rb"[0-9]+")
 _TAR_END: Final = bytes(tarfile.BLOCKSIZE)
-_ZIP_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _WHITEOUT: Final = ".wh."
 """Prefix of a file in an image's layer that removes a file of the layers below."""
 _OPAQUE: Final = ".wh..wh..opq"
@@ -100,7 +93,7 @@ class Unpacker:
             for member in members:
                 self._on_progress()
                 folder, _, base = member.path.rpartition("/")
-                if base.startswith(_WHITEOUT) and packing != "zip":
+                if base.startswith(_WHITEOUT):
                     below.add(member.path)
                 elif folders and folder not in folders:
                     continue
@@ -123,7 +116,7 @@ class Unpacker:
         if self._num_written >= MAX_FILES:
             raise UnsupportedModel(f"{self._model}: its archives have more than {MAX_FILES} files of models")
 
-    def _write(self, member: Member, members: MemberReader) -> UnpackedFile:
+    def _write(self, member: Member, members: TarReader) -> UnpackedFile:
         require_space(self._directory, member.size, self._model, self._min_free)
         target = self._directory / f"{self._num_written:06}"
         self._num_written += 1
@@ -207,14 +200,6 @@ class Member:
     kind: Literal["file", "link", "other"]
 
 
-class MemberReader(Protocol):
-    """Iterates over members. `chunks` yields the content of the current one."""
-
-    def __iter__(self) -> Iterator[Member]: ...
-
-    def chunks(self) -> Iterator[bytes]: ...
-
-
 def require_unpacker(packing: Packing) -> None:
     """Check that what reads a format is installed.
 
@@ -231,7 +216,7 @@ def require_unpacker(packing: Packing) -> None:
 
 
 @contextmanager
-def open_archive(path: Path, packing: Packing, name: str) -> Iterator[MemberReader]:
+def open_archive(path: Path, packing: Packing, name: str) -> Iterator[TarReader]:
     """Open an archive, and turn whatever its parsers raise into an error that names it.
 
     Args:
@@ -245,27 +230,17 @@ def open_archive(path: Path, packing: Packing, name: str) -> Iterator[MemberRead
     try:
         limit = MAX_RATIO * path.stat().st_size + RATIO_FREE_BYTES
         with ExitStack() as stack:
-            if packing == "zip":
-                file = stack.enter_context(_BoundedFile(io.FileIO(path)))
-                yield _ZipReader(stack.enter_context(zipfile.ZipFile(cast(IO[bytes], file))), limit)
-            else:
-                raw = stack.enter_context(path.open("rb"))
-                yield _TarReader(_ForwardReader(_decompressed(raw, packing, stack), limit))
+            raw = stack.enter_context(path.open("rb"))
+            yield TarReader(_ForwardReader(_decompressed(raw, packing, stack), limit))
     except (FetchError, MemoryError):
         raise
-    except gzip.BadGzipFile as error:  # an OSError, but not of the disk
-        raise UnsupportedModel(_damaged_message(name, error)) from None
-    except OSError as error:
-        if packing == "zip" and error.errno == errno.EINVAL:  # its directory points to before its beginning
-            raise UnsupportedModel(_damaged_message(name, error)) from None
-        raise
     except Exception as error:  # parsers of hostile input raise anything
-        raise UnsupportedModel(_damaged_message(name, error)) from error
-
-
-def _damaged_message(name: str, error: Exception) -> str:
-    reason = str(error)[:200] or type(error).__name__
-    return f"{name}: the archive cannot be unpacked: {reason}; pack it again as tar, tar.gz, tar.zst or zip"
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise
+        reason = str(error)[:200] or type(error).__name__
+        raise UnsupportedModel(
+            f"{name}: the archive cannot be unpacked: {reason}; pack it again as tar, tar.gz or tar.zst"
+        ) from error
 
 
 class _Bytes(Protocol):
@@ -384,7 +359,9 @@ def _check_pax_records(data: bytes) -> None:
         raise _Damaged(f"a pax header has a number of more than {_MAX_DIGITS} digits")
 
 
-class _TarReader:
+class TarReader:
+    """Iterates over members. `chunks` yields the content of the current one."""
+
     def __init__(self, stream: _ForwardReader) -> None:
         self._stream = stream
         self._current: tarfile.TarInfo | None = None
@@ -421,57 +398,6 @@ class _TarReader:
                 raise _Damaged("it ends in the middle of a file")
             missing -= len(chunk)
             yield chunk
-
-
-class _BoundedFile(io.BufferedReader):
-    """A file that does not read more at once than a well-formed archive needs."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or size < 0:
-            size = _MAX_READ_BYTES + 1
-        data = super().read(min(size, _MAX_READ_BYTES + 1))
-        if len(data) > _MAX_READ_BYTES:
-            raise _Damaged(f"its directory has more than {_MAX_READ_BYTES} bytes")
-        return data
-
-
-class _ZipReader:
-    def __init__(self, archive: zipfile.ZipFile, limit: int) -> None:
-        self._archive = archive
-        self._limit = limit
-        self._current: zipfile.ZipInfo | None = None
-
-    def __iter__(self) -> Iterator[Member]:
-        infos = self._archive.infolist()
-        if len(infos) > MAX_MEMBERS:
-            raise _Damaged(f"it has more than {MAX_MEMBERS} files")
-        for info in infos:
-            self._current = info
-            mode = info.external_attr >> 16
-            kind: Literal["file", "link", "other"] = "other"
-            if stat.S_ISLNK(mode):
-                kind = "link"
-            elif not info.is_dir():
-                kind = "file"
-            yield Member(_without_dot(info.filename), info.file_size, kind)
-
-    def chunks(self) -> Iterator[bytes]:
-        info = self._current
-        assert info is not None
-        if info.compress_type not in _ZIP_METHODS or info.flag_bits & 1:
-            raise _Damaged("it is encrypted, or compressed by another method than deflate")
-        missing = info.file_size
-        self._limit -= missing
-        if self._limit < 0:
-            raise _Damaged("it decompresses to too many bytes")
-        with self._archive.open(info) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                missing -= len(chunk)
-                if missing < 0:
-                    break
-                yield chunk
-        if missing:
-            raise _Damaged("a file has another size than announced")
 
 
 def _without_dot(path: str) -> str:

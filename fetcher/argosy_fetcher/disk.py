@@ -134,8 +134,8 @@ def empty_directory(path: Path) -> Path:
     return path
 
 
-def fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def fsync_file(path: Path, flags: int = os.O_NOFOLLOW) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -144,14 +144,11 @@ def fsync_file(path: Path) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make renames in a directory durable, on file systems that can."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        fsync_file(path, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in _NO_FSYNC:
             raise
-    finally:
-        os.close(descriptor)
 
 
 _MAX_MISSING: Final = 100

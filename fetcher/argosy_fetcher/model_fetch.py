@@ -19,7 +19,7 @@ import msgspec
 from argosy_fetcher.archives import UnpackedFile, Unpacker, model_folder, require_unpacker
 from argosy_fetcher.disk import IDLE_AFTER_S, HolderMark, disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
-from argosy_fetcher.progress import Progress, Silent, duration_text
+from argosy_fetcher.progress import ForwardedProgress, Progress
 from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, read_range, read_whole, retrying
 from argosy_fetcher.selection import (
     MAX_SMALL_FILE_BYTES,
@@ -31,13 +31,13 @@ from argosy_fetcher.selection import (
 from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, Source
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
-from argosy_fetcher.transfer import TaskQueue, TransferSettings, transfer
-from argosy_protocol.reports import Phase
+from argosy_fetcher.transfer import TaskQueue, Transfer, TransferSettings
+from argosy_protocol.reports import duration_text
 
 MAX_VERSION_BYTES: Final = 2048
 MAX_LISTED_PATH_BYTES: Final = 2048
 """Bound on names in a list of files. Those of files that are fetched have a smaller one, `source.MAX_PATH_BYTES`."""
-_SILENT: Final = Silent()
+_SILENT: Final = Progress()
 _DEFAULTS: Final = TransferSettings()
 
 
@@ -81,7 +81,7 @@ def fetch_model(
         FetchError: the most specific class that applies.
         TransientError: nothing came from the source for too long. What has arrived is kept.
     """
-    fetch = _Fetch(source, store, progress, check_config, settings, cancelled, refresh)
+    fetch = _Fetch(source, store, progress, check_config, settings, cancelled or threading.Event(), refresh)
     if offline:
         if (found := fetch.find_offline()) is not None:
             return fetch.present(found)
@@ -98,37 +98,28 @@ def fetch_model(
         return fetch.run(mark)
 
 
+@dataclass
 class _Fetch:
-    def __init__(
-        self,
-        source: Source,
-        store: Store,
-        progress: Progress,
-        check_config: CheckConfig | None,
-        settings: TransferSettings,
-        cancelled: threading.Event | None,
-        refresh: bool,
-    ) -> None:
-        self._source = source
-        self._store = store
-        self._progress = progress
-        self._check_config = check_config
-        self._settings = settings
-        self._refresh = refresh
-        self._cancelled = cancelled or threading.Event()
+    source: Source
+    store: Store
+    progress: Progress
+    check_config: CheckConfig | None
+    settings: TransferSettings
+    cancelled: threading.Event
+    refresh: bool
 
     def find(self) -> StoredModel | None:
-        return self._store.find(self._source.name, self._source.requested_revision)
+        return self.store.find(self.source.name, self.source.requested_revision)
 
     def find_offline(self) -> StoredModel | None:
-        return self._store.find_offline(self._source.name, self._source.requested_revision)
+        return self.store.find_offline(self.source.name, self.source.requested_revision)
 
     def offline_error(self, model: str) -> Offline:
         requests_off = "and requests are off (ARGOSY_OFFLINE, HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)"
-        damaged = self._store.damaged_path(self._source.name, self._source.requested_revision)
+        damaged = self.store.damaged_path(self.source.name, self.source.requested_revision)
         if damaged is None:
             return Offline(
-                f"{model} is not in the model store {self._store.root}, {requests_off}; "
+                f"{model} is not in the model store {self.store.root}, {requests_off}; "
                 "allow them once, or copy the store from a machine that has the model"
             )
         return Offline(
@@ -137,55 +128,57 @@ class _Fetch:
         )
 
     def note_wait(self) -> None:
-        self._progress.enter("waiting")
-        self._progress.note(f"{self._source.name}: waiting for another process that fetches it")
+        self.progress.enter("waiting")
+        self.progress.note(f"{self.source.name}: waiting for another process that fetches it")
 
     def note_idle_holder(self, idle_after_s: float, holder: str) -> None:
         """Tell that the process that this one waits for makes no progress, or, without a holder, that it does again."""
         if not holder:
             self.note_wait()
             return
-        self._progress.enter("blocked")
-        self._progress.note(
-            f"{holder} holds the lock of {self._source.name} in the store, and has made no progress for "
+        self.progress.enter("blocked")
+        self.progress.note(
+            f"{holder} holds the lock of {self.source.name} in the store, and has made no progress for "
             f"{duration_text(idle_after_s)}"
         )
 
     def present(self, model: StoredModel) -> FetchedModel:
         """Report a model that is in the store."""
-        self._progress.resolved(model.source, model.revision)
-        self._progress.begin(model.size, model.size)
-        self._store.touch(model.path)
-        self._progress.end()
+        self.progress.resolved(model.source, model.revision)
+        self.progress.begin(model.size, model.size)
+        self.store.touch(model.path)
+        self.progress.end()
         return FetchedModel(model.path, model.source, model.revision)
 
     def run(self, mark: HolderMark) -> FetchedModel:
         """Fetch, with the source's lock held."""
-        self._progress = _MarkedProgress(self._progress, mark)
-        self._progress.enter("resolving")
-        name, requested_revision = self._source.name, self._source.requested_revision
-        snapshot = retrying(self._attempts("list of files"), self._source.snapshot)
+        self.progress = ForwardedProgress(
+            self.progress, mark.progressed
+        )  # shown to those who wait for the lock
+        self.progress.enter("resolving")
+        name, requested_revision = self.source.name, self.source.requested_revision
+        snapshot = retrying(self._attempts("list of files"), self.source.snapshot)
         snapshot = checked_snapshot(snapshot, name)
-        found = self._store.find(name, snapshot.revision)
+        found = self.store.find(name, snapshot.revision)
         if found is not None:
-            self._store.pin(name, requested_revision, snapshot.revision)
+            self.store.pin(name, requested_revision, snapshot.revision)
             return self.present(found)
-        self._progress.resolved(name, snapshot.revision)
+        self.progress.resolved(name, snapshot.revision)
         files = self._gathered(snapshot)
         if files is None:
             is_packed = any(file.packing != "none" for file in snapshot.files)
             files = self._fetch_packed(snapshot) if is_packed else self._fetch_files(snapshot)
-        path = self._store.publish(snapshot, files)
-        self._store.pin(name, requested_revision, snapshot.revision)
-        self._progress.end()
+        path = self.store.publish(snapshot, files)
+        self.store.pin(name, requested_revision, snapshot.revision)
+        self.progress.end()
         return FetchedModel(path, name, snapshot.revision)
 
     def _gathered(self, snapshot: Snapshot) -> tuple[StoredFile, ...] | None:
         """Return the files of a snapshot that only has to be published."""
-        files = self._store.gathered(snapshot)
+        files = self.store.gathered(snapshot)
         if files is not None:
             size = sum(file.size for file in files)
-            self._progress.begin(size, size)
+            self.progress.begin(size, size)
         return files
 
     def _fetch_files(self, snapshot: Snapshot) -> tuple[StoredFile, ...]:
@@ -193,11 +186,11 @@ class _Fetch:
 
         def read_small(file: RemoteFile) -> bytes:
             attempts = self._attempts(file.path)
-            known[file.path] = read_whole(self._source, file, MAX_SMALL_FILE_BYTES, attempts)
+            known[file.path] = read_whole(self.source, file, MAX_SMALL_FILE_BYTES, attempts)
             return known[file.path]
 
-        files = select(snapshot, read_small, self._check_config)
-        partial = self._store.open_partial(snapshot)
+        files = select(snapshot, read_small, self.check_config)
+        partial = self.store.open_partial(snapshot)
         targets = {partial / file.path: file for file in files}
         for target in targets:
             target.parent.mkdir(exist_ok=True)
@@ -213,9 +206,9 @@ class _Fetch:
         ]
         for file in files:
             require_unpacker(file.packing)
-        if not self._refresh and (refusal := self._store.refusal(snapshot)):
+        if not self.refresh and (refusal := self.store.refusal(snapshot)):
             raise UnsupportedModel(f"{refusal} (found within the last day; --refresh fetches it again)")
-        partial = self._store.open_partial(snapshot)
+        partial = self.store.open_partial(snapshot)
         packed = partial / PACKED
         packed.mkdir(exist_ok=True)
         targets = {packed / f"{number:06}": file for number, file in enumerate(files)}
@@ -225,22 +218,22 @@ class _Fetch:
         except (OSError, NoSpace):
             raise  # another attempt may succeed
         except FetchError as error:
-            self._store.refuse(snapshot, str(error))  # else a pod would fetch it again and again
+            self.store.refuse(snapshot, str(error))  # else a pod would fetch it again and again
             raise
         except Exception:
-            self._store.discard_partial(snapshot)  # of no use, and large
+            self.store.discard_partial(snapshot)  # of no use, and large
             raise
 
     def _unpack(
         self, snapshot: Snapshot, targets: dict[Path, RemoteFile], partial: Path
     ) -> tuple[StoredFile, ...]:
-        self._progress.enter("unpacking")
-        self._progress.note(f"{snapshot.source}: unpacking")
+        self.progress.enter("unpacking")
+        self.progress.note(f"{snapshot.source}: unpacking")
         unpacker = Unpacker(
             empty_directory(partial / UNPACKED),
             snapshot.source,
-            self._settings.min_free,
-            on_progress=lambda: self._progress.advance(0),
+            self.settings.min_free,
+            on_progress=lambda: self.progress.advance(0),
         )
         for path, file in targets.items():
             if file.packing == "none":
@@ -259,7 +252,7 @@ class _Fetch:
             revision=snapshot.revision,
             files=tuple(RemoteFile(path, found.size) for path, found in members.items()),
         )
-        selected = select(inner, _reader(members), self._check_config)
+        selected = select(inner, _reader(members), self.check_config)
         for file in selected:
             fsync_file(members[file.path].path)
             (partial / file.path).parent.mkdir(exist_ok=True)
@@ -273,63 +266,32 @@ class _Fetch:
         known: dict[str, bytes],
         extra_bytes: int = 0,
     ) -> None:
-        transfer(
-            self._source,
+        Transfer(
+            self.source,
             targets,
             directory,
-            progress=self._progress,
-            settings=self._settings,
+            progress=self.progress,
+            settings=self.settings,
             known=known,
-            extra_bytes=extra_bytes,
             local_copy=self._local_copy,
-            cancelled=self._cancelled,
-        )
+            cancelled=self.cancelled,
+        ).run(extra_bytes)
 
     def _local_copy(self, file: RemoteFile) -> Path | None:
         """Return a file of this machine that should have the same content: another revision's in the store, as
         revisions mostly differ in a few small files, or what the source finds."""
         if file.digest is not None:
-            found = self._store.find_file(self._source.name, file.digest, file.size)
+            found = self.store.find_file(self.source.name, file.digest, file.size)
             if found is not None:
                 return found
-        asked = getattr(self._source, "local_copy", None)
+        asked = getattr(self.source, "local_copy", None)
         copy: Path | None = None if asked is None else asked(file)
         return copy
 
     def _attempts(self, what: str) -> Attempts:
         return Attempts(
-            f"{self._source.name}: {what}", self._settings.retry, self._progress.note, self._cancelled
+            f"{self.source.name}: {what}", self.settings.retry, self.progress.note, self.cancelled
         )
-
-
-class _MarkedProgress:
-    """Shows those who wait for a lock that its holder makes progress. Notes are none: a retry writes one."""
-
-    def __init__(self, told: Progress, mark: HolderMark) -> None:
-        self._told = told
-        self._mark = mark
-
-    def enter(self, phase: Phase) -> None:
-        self._mark.progressed()
-        self._told.enter(phase)
-
-    def resolved(self, source: str, revision: str) -> None:
-        self._mark.progressed()
-        self._told.resolved(source, revision)
-
-    def begin(self, total_bytes: int, present_bytes: int) -> None:
-        self._mark.progressed()
-        self._told.begin(total_bytes, present_bytes)
-
-    def advance(self, num_bytes: int) -> None:
-        self._mark.progressed()
-        self._told.advance(num_bytes)
-
-    def note(self, text: str) -> None:
-        self._told.note(text)
-
-    def end(self) -> None:
-        self._told.end()
 
 
 def _reader(files: dict[str, UnpackedFile]) -> Callable[[RemoteFile], bytes]:

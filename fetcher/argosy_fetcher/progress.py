@@ -12,24 +12,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from argosy_protocol.reports import Phase
+from argosy_protocol.reports import SIZE_UNITS, Phase, duration_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Progress(Protocol):
-    """Observer of one fetch. Its methods may be called from several threads at once and must not block."""
+class Progress:
+    """Observer of one fetch; this one reports nothing. Its methods may be called from several threads at once and must
+    not block."""
 
     def enter(self, phase: Phase) -> None:
         """Another phase has begun. `begin` enters `fetching`, and `end` enters `done`, without this call."""
-        ...
 
     def resolved(self, source: str, revision: str) -> None:
         """The revision is known."""
-        ...
 
     def begin(self, total_bytes: int, present_bytes: int) -> None:
         """The selected files are known.
@@ -38,35 +37,49 @@ class Progress(Protocol):
             total_bytes: size of all selected files.
             present_bytes: how much of it an earlier attempt, or another cache on this machine, has left here.
         """
-        ...
 
     def advance(self, num_bytes: int) -> None:
         """Bytes have arrived. Negative if content turned out to be wrong and is fetched again."""
-        ...
 
     def note(self, text: str) -> None:
         """Something worth a line: a wait for another process, a retry after a failure."""
-        ...
 
     def end(self) -> None:
         """The model is complete."""
-        ...
 
 
-class Silent:
-    """A `Progress` that reports nothing."""
+class ForwardedProgress(Progress):
+    """Passes everything on.
 
-    def enter(self, phase: Phase) -> None: ...
+    Args:
+        on_progress: called first, but not for notes: a retry writes one.
+    """
 
-    def resolved(self, source: str, revision: str) -> None: ...
+    def __init__(self, shown: Progress, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._shown = shown
+        self._on_progress = on_progress
 
-    def begin(self, total_bytes: int, present_bytes: int) -> None: ...
+    def enter(self, phase: Phase) -> None:
+        self._on_progress()
+        self._shown.enter(phase)
 
-    def advance(self, num_bytes: int) -> None: ...
+    def resolved(self, source: str, revision: str) -> None:
+        self._on_progress()
+        self._shown.resolved(source, revision)
 
-    def note(self, text: str) -> None: ...
+    def begin(self, total_bytes: int, present_bytes: int) -> None:
+        self._on_progress()
+        self._shown.begin(total_bytes, present_bytes)
 
-    def end(self) -> None: ...
+    def advance(self, num_bytes: int) -> None:
+        self._on_progress()
+        self._shown.advance(num_bytes)
+
+    def note(self, text: str) -> None:
+        self._shown.note(text)
+
+    def end(self) -> None:
+        self._shown.end()
 
 
 LINE_INTERVAL_S: Final = 5.0
@@ -74,10 +87,9 @@ _BAR_INTERVAL_S: Final = 0.1
 """How often a bar takes in what has arrived. Its own lock is too slow for every chunk."""
 _RATE_LINES: Final = 6
 """The rate of a line is the mean since this many lines ago, so that it neither jumps nor lags by minutes."""
-_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-class ProgressDisplay(Silent):
+class ProgressDisplay(Progress):
     """A `Progress` that is shown until its context ends: threads that still fetch must not write after that."""
 
     _is_closed = False
@@ -259,10 +271,7 @@ def _make_bar(console: Console) -> Any:
 
 def status_text(done_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
     """Describe a transfer: `43 % 12.1/28.0 GiB, 253.1 MiB/s, eta 64 s`; without what is not known."""
-    unit, name = next((entry for entry in _UNITS if total_bytes >= entry[0]), (1, "B"))
-    digits = 0 if unit == 1 else 1
-    share = 100 if total_bytes <= 0 else int(100 * max(done_bytes, 0) / total_bytes)
-    text = f"{share} % {done_bytes / unit:.{digits}f}/{total_bytes / unit:.{digits}f} {name}"
+    text = share_text(done_bytes, total_bytes)
     if bytes_per_s <= 0.0:
         return text
     text += f", {size_text(int(bytes_per_s))}/s"
@@ -272,15 +281,8 @@ def status_text(done_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
 
 def size_text(num_bytes: int) -> str:
     """Format a size with a binary unit: `1.4 GiB`."""
-    unit, name = next((entry for entry in _UNITS if num_bytes >= entry[0]), (1, "B"))
+    unit, name = next((entry for entry in SIZE_UNITS if num_bytes >= entry[0]), (1, "B"))
     return f"{num_bytes} B" if unit == 1 else f"{num_bytes / unit:.1f} {name}"
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration in its largest fitting unit: `70 s`, `12 min`, `3.5 h`."""
-    if seconds < 120.0:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60.0:.0f} min" if seconds < 7200.0 else f"{seconds / 3600.0:.1f} h"
 
 
 def printable(text: str) -> str:

@@ -18,9 +18,9 @@ from typing import Final, Self
 
 import msgspec
 
-from argosy_fetcher.progress import Progress, duration_text, printable, size_text
+from argosy_fetcher.progress import ForwardedProgress, Progress, printable, size_text
 from argosy_protocol.program.listen import listen
-from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, Phase
+from argosy_protocol.reports import MAX_REPORT_BYTES, PROGRESS_PATH, ModelProgress, Phase, duration_text
 
 RATE_WINDOW_S: Final = 15.0
 """The rate is the mean of this time: long enough not to jump, short enough to show soon that nothing arrives."""
@@ -30,7 +30,7 @@ _MAX_REVISION: Final = 256
 _MAX_NOTE: Final = 512
 
 
-class ProgressMeter:
+class ProgressMeter(ForwardedProgress):
     """A `Progress` that keeps account, and passes everything on.
 
     Args:
@@ -40,7 +40,7 @@ class ProgressMeter:
     """
 
     def __init__(self, source: str, shown: Progress, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shown = shown
+        super().__init__(shown)
         self._clock = clock
         self._lock = threading.Lock()
         self._source = source
@@ -77,12 +77,12 @@ class ProgressMeter:
     def enter(self, phase: Phase) -> None:
         with self._lock:
             self._phase, self._note = phase, ""
-        self._shown.enter(phase)
+        super().enter(phase)
 
     def resolved(self, source: str, revision: str) -> None:
         with self._lock:
             self._revision = revision
-        self._shown.resolved(source, revision)
+        super().resolved(source, revision)
 
     def begin(self, total_bytes: int, present_bytes: int) -> None:
         with self._lock:
@@ -90,23 +90,23 @@ class ProgressMeter:
             self._total, self._done, self._present = total_bytes, present_bytes, present_bytes
             self._samples.clear()
             self._samples.append((self._clock(), present_bytes))
-        self._shown.begin(total_bytes, present_bytes)
+        super().begin(total_bytes, present_bytes)
 
     def advance(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
             self._sample(self._clock())
-        self._shown.advance(num_bytes)
+        super().advance(num_bytes)
 
     def note(self, text: str) -> None:
         with self._lock:
             self._note = text
-        self._shown.note(text)
+        super().note(text)
 
     def end(self) -> None:
         with self._lock:
             self._phase, self._note = "done", ""
-        self._shown.end()
+        super().end()
 
     def _sample(self, now: float) -> None:
         if not self._samples or now - self._samples[-1][0] < _SAMPLE_INTERVAL_S:

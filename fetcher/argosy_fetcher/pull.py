@@ -56,7 +56,6 @@ _MAX_REMOVALS: Final = 3
 _WITH_COMMITS: Final = ("hf", "oci")
 """Schemes whose URIs can name any revision that a snapshot has."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_MAX_REF_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +293,18 @@ def find_cached_model(cache: Path, repository: str, revision: str) -> StoredMode
         repository: ORG/NAME.
         revision: a branch, a tag or a commit; `main` if empty.
     """
+    from huggingface_hub import snapshot_download  # takes long to import
+
     try:
-        folder = (cache / f"models--{repository.replace('/', '--')}").resolve(strict=True)
-        commit = _commit(folder, revision or "main")
-        directory = folder / "snapshots" / commit
-        files = tuple(_served_files(folder, directory))
-    except (OSError, RuntimeError):  # a loop of links
+        found = snapshot_download(
+            repository, revision=revision or None, cache_dir=cache, local_files_only=True
+        )
+        directory = Path(found)
+        commit = directory.name
+        if not _COMMIT.fullmatch(commit):
+            return None
+        files = tuple(_served_files(directory.parents[1].resolve(strict=True), directory))
+    except (OSError, RuntimeError, ValueError):  # not there, a loop of links, or no name of a repository
         return None
 
     def read_small(file: RemoteFile) -> bytes:
@@ -318,20 +323,6 @@ def find_cached_model(cache: Path, repository: str, revision: str) -> StoredMode
         size=sum(file.size for file in files),
         last_used_at=directory.stat().st_mtime,
     )
-
-
-def _commit(folder: Path, revision: str) -> str:
-    """
-    Raises:
-        OSError: the cache does not know the revision.
-    """
-    if _COMMIT.fullmatch(revision):
-        return revision
-    with (folder / "refs" / revision).open("rb") as file:
-        commit = file.read(_MAX_REF_BYTES).decode("ascii", "replace").strip()
-    if not _COMMIT.fullmatch(commit):
-        raise FileNotFoundError(folder / "refs" / revision)
-    return commit
 
 
 def _served_files(folder: Path, directory: Path) -> Iterator[RemoteFile]:

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 44
 
 Algorithm = Literal["sha256", "md5", "git-sha1"]
 """`git-sha1` is git's blob id: SHA-1 over `blob SIZE\\0` and the content."""
-Packing = Literal["none", "tar", "tar+gzip", "tar+zstd", "zip"]
+Packing = Literal["none", "tar", "tar+gzip", "tar+zstd"]
 
 
 class Digest(Struct, frozen=True):

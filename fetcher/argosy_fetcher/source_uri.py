@@ -1,23 +1,22 @@
 """Source URIs: the grammar of places where models are.
 
 Owns parsing and its bounds. Must not know stores, protocols or credentials. Invariant: no text that this module returns
-or raises, except `SourceUri.location`, has a credential in it: a URL's query may be a signature and is not shown.
+or raises has a credential in it: a URL's query may be a signature, and is neither taken nor shown.
 
     hf://ORG/NAME[@REVISION]                 a repository of a Hugging Face hub
     s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX]
     oci://HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]
-    https://HOST[:PORT]/PATH[#sha256=DIGEST] an archive or a listing; http:// for loopback addresses only
+    https://HOST[:PORT]/PATH/SHA256SUMS      a folder with a list of its files; http:// for loopback addresses only
     file://PATH, pvc://CLAIM/PATH, builtin://NAME    local, never fetched
 """
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import re
 from pathlib import Path
 from typing import Final, Literal, get_args
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -49,30 +48,18 @@ _IMAGE: Final = re.compile(
 )
 _MAX_REPOSITORY_CHARACTERS: Final = 255
 _IMAGE_REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|sha256:[0-9a-f]{64}")
-_SIGNATURES: Final = ("x-amz-", "x-goog-", "x-oss-", "x-cos-", "q-")
-"""Beginnings of the keys in a query that sign it, in lower case."""
-_CREDENTIALS: Final = frozenset((
-    "signature", "sig", "expires", "expiry", "expiration", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid",
-    "ossaccesskeyid", "token", "access_token", "private_token", "job_token", "security-token", "jwt", "hmac", "auth",
-    "authorization", "key", "api_key", "apikey", "user", "username", "password", "secret",
-    "se", "sp", "sv", "sr", "st", "spr", "sip", "srt", "ss", "ses", "sdd", "ske", "sks", "skv", "skt", "skoid", "sktid",
-    "saoid", "suoid", "scid", "sduoid",
-))  # fmt: skip
-"""Keys in a query that say who asks, in lower case; the last two lines are Azure's."""
-_NAMED_QUERY: Final = re.compile(r"query=[0-9a-f]{12}")
-_SHA256_FRAGMENT: Final = re.compile(r"sha256=([0-9a-f]{64})")
+_LISTING: Final = "SHA256SUMS"
 
 
 class SourceUri(Struct, frozen=True):
-    """A parsed source. `str()` gives it back in its canonical form, without a URL's query."""
+    """A parsed source. `str()` gives it back in its canonical form."""
 
     scheme: RemoteScheme | LocalScheme
     location: str
-    """What stands between `://` and the revision, such as `Qwen/Qwen3-0.6B` or `BUCKET/PREFIX`. It has a URL's
-    query, which must not be shown."""
+    """What stands between `://` and the revision, such as `Qwen/Qwen3-0.6B` or `BUCKET/PREFIX`."""
     revision: str = ""
-    """As the user wrote it: a branch, tag or commit of a hub, a tag or `sha256:DIGEST` of an image, `sha256:DIGEST` of
-    an archive. Empty if none."""
+    """As the user wrote it: a branch, tag or commit of a hub, a tag or `sha256:DIGEST` of an image. Empty if
+    none."""
 
     @property
     def is_remote(self) -> bool:
@@ -81,28 +68,14 @@ class SourceUri(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The URI without revision, and with a digest in the place of what its query says beside signatures."""
-        if not self._is_url:
-            return f"{self.scheme}://{self.location}"
-        path, _, query = self.location.partition("?")
-        named = _named_query(query)
-        return f"{self.scheme}://{path}" + (f"?{named}" if named else "")
-
-    @property
-    def _is_url(self) -> bool:
-        return self.scheme in ("https", "http")
-
-    def __repr__(self) -> str:
-        return f"SourceUri({str(self)!r})"
+        """The URI without revision."""
+        return f"{self.scheme}://{self.location}"
 
     def __str__(self) -> str:
         if not self.revision:
             return self.name
-        if self._is_url:
-            return f"{self.name}#{self.revision.replace(':', '=', 1)}"
-        if self.scheme == "oci" and not self.revision.startswith("sha256:"):
-            return f"{self.name}:{self.revision}"
-        return f"{self.name}@{self.revision}"
+        is_tag = self.scheme == "oci" and not self.revision.startswith("sha256:")
+        return f"{self.name}{':' if is_tag else '@'}{self.revision}"
 
     def at_revision(self, revision: str) -> SourceUri:
         """Return the same source at another revision.
@@ -243,27 +216,13 @@ def _parse_url(text: str) -> SourceUri:
         raise InvalidSource(
             f"model source http://{host}...: http:// is for loopback addresses only; use https://"
         )
-    digest = _SHA256_FRAGMENT.fullmatch(url.fragment)
-    if url.fragment and digest is None:
+    if url.query or url.fragment or url.path.rpartition("/")[2] != _LISTING:
         raise InvalidSource(
-            f"model source {url.scheme}://{host}...: only sha256=DIGEST (64 hex digits) may follow the #"
+            f"model source {url.scheme}://{host}...: must be https://HOST/PATH/{_LISTING}, without a query and a "
+            f"fragment. Archives are not read over https://: unpack the model there and list its files (sha256sum * > "
+            f"{_LISTING}), or push it to a registry (oci://) or a bucket (s3://, gs://)"
         )
-    location = f"{url.netloc.lower()}{url.path}" + (f"?{url.query}" if url.query else "")
-    scheme: Literal["https", "http"] = "https" if url.scheme == "https" else "http"
-    return SourceUri(scheme, location, f"sha256:{digest[1]}" if digest else "")
-
-
-def _named_query(query: str) -> str:
-    """Return what tells a URL's query from others without showing it: two queries can name two files, but a signature
-    names none."""
-    if _NAMED_QUERY.fullmatch(query):  # somebody has copied a name
-        return query
-    fields = sorted(
-        (key, value)
-        for key, value in parse_qsl(query, keep_blank_values=True)
-        if key.lower() not in _CREDENTIALS and not key.lower().startswith(_SIGNATURES)
-    )
-    return f"query={hashlib.sha256(repr(fields).encode()).hexdigest()[:12]}" if fields else ""
+    return SourceUri("https" if url.scheme == "https" else "http", f"{url.netloc.lower()}{url.path}")
 
 
 def is_loopback(host: str) -> bool:

@@ -39,7 +39,6 @@ from argosy_fetcher.disk import (
     watched,
 )
 from argosy_fetcher.errors import FetchError, ModelInUse, ModelRemoved
-from argosy_fetcher.progress import duration_text
 from argosy_fetcher.source import Snapshot, encode_snapshot
 from argosy_fetcher.store_index import (
     CHOSEN,
@@ -65,6 +64,7 @@ from argosy_fetcher.store_index import (
     write_manifest,
     write_ref,
 )
+from argosy_protocol.reports import duration_text
 
 _LEFTOVER_AGE: Final = 86400.0
 """Files of interrupted writes are deleted after a day, in case that locks have no effect on this file system."""

@@ -447,19 +447,8 @@ class TransferSettings:
     """Most that the model may have; None: no limit."""
 
 
-def transfer(
-    source: Source,
-    targets: Mapping[Path, RemoteFile],
-    directory: Path,
-    *,
-    progress: Progress,
-    settings: TransferSettings,
-    known: Mapping[str, bytes],
-    extra_bytes: int = 0,
-    local_copy: Callable[[RemoteFile], Path | None] | None = None,
-    cancelled: threading.Event | None = None,
-) -> None:
-    """Fetch files to their targets. Targets that exist with the right size are taken for complete.
+class Transfer:
+    """Fetches files to their targets. Targets that exist with the right size are taken for complete.
 
     A source may have a method `local_copy(file) -> Path | None`, which names a file on this machine that should have
     the same content; and a method `can_read_ranges(file) -> bool`, which may make a request: if it returns False, the
@@ -468,48 +457,49 @@ def transfer(
     Args:
         directory: holds the targets, and nothing that others write.
         known: content of files that the caller has read and checked already, by path in the snapshot.
-        extra_bytes: room that the caller will need in addition.
         local_copy: asked instead of the source's.
         cancelled: ends the transfer when it is set. What has arrived is kept.
-
-    Raises:
-        Cancelled: the event was set.
-        HashMismatch: a file's content was wrong twice.
-        NoSpace: the disk has no room. What has arrived is kept.
-        ModelTooLarge: the files are larger than `settings` allow. Nothing is fetched.
-        FetchError: from the source, or the directory cannot be written.
-        TransientError: nothing came from the source for too long.
     """
-    with disk_errors(source.name, directory):
-        local_copy = local_copy or getattr(source, "local_copy", None)
-        _Transfer(source, targets, directory, progress, settings, known, local_copy, cancelled).run(
-            extra_bytes
-        )
 
-
-class _Transfer:
     def __init__(
         self,
         source: Source,
         targets: Mapping[Path, RemoteFile],
         directory: Path,
+        *,
         progress: Progress,
         settings: TransferSettings,
         known: Mapping[str, bytes],
-        local_copy: Callable[[RemoteFile], Path | None] | None,
-        cancelled: threading.Event | None,
+        local_copy: Callable[[RemoteFile], Path | None] | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
         self._source = source
+        self._targets = targets
         self._directory = directory
         self._progress = progress
         self._settings = settings
         self._known = known
-        self._find_local = local_copy
+        self._find_local = local_copy or getattr(source, "local_copy", None)
         self._queue = TaskQueue(cancelled)
         self._outage = Outage()
-        self._files = [PartialFile(file, path, self._part_bytes(file)) for path, file in targets.items()]
         self._wrong: set[Path] = set()
         """Files whose content, fetched from its first to its last byte by this process, was wrong once."""
+
+    def run(self, extra_bytes: int = 0) -> None:
+        """
+        Args:
+            extra_bytes: room that the caller will need in addition.
+
+        Raises:
+            Cancelled: the event was set.
+            HashMismatch: a file's content was wrong twice.
+            NoSpace: the disk has no room. What has arrived is kept.
+            ModelTooLarge: the files are larger than `settings` allow. Nothing is fetched.
+            FetchError: from the source, or the directory cannot be written.
+            TransientError: nothing came from the source for too long.
+        """
+        with disk_errors(self._source.name, self._directory):
+            self._run(extra_bytes)
 
     def _part_bytes(self, file: RemoteFile) -> int:
         part_bytes = self._settings.part_bytes
@@ -518,11 +508,12 @@ class _Transfer:
             return part_bytes
         return part_bytes if can_read_ranges(file) else file.size
 
-    def run(self, extra_bytes: int) -> None:
-        total = sum(file.file.size for file in self._files)
+    def _run(self, extra_bytes: int) -> None:
+        files = [PartialFile(file, path, self._part_bytes(file)) for path, file in self._targets.items()]
+        total = sum(file.file.size for file in files)
         self._check_size(total + extra_bytes)
         present = needed = 0
-        for file in self._files:
+        for file in files:
             found, stored = self._plan(file)
             present += found
             needed += file.file.size - stored

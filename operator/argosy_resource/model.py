@@ -62,9 +62,8 @@ _GRAMMAR: Final[dict[str, tuple[str, str]]] = {
         "oci://HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]",
     ),
     "https": (
-        rf"self.matches(r'^https://([A-Za-z0-9._-]+|{_IPV6})(:[0-9]{{1,5}})?([/?][^# ]*)?"
-        r"(#sha256=[0-9a-f]{64})?$')",
-        "https://HOST[:PORT]/PATH[#sha256=DIGEST], without user and password: credentials are in secretRef",
+        rf"self.matches(r'^https://([A-Za-z0-9._-]+|{_IPV6})(:[0-9]{{1,5}})?/([^?# ]*/)?SHA256SUMS$')",
+        "https://HOST[:PORT]/PATH/SHA256SUMS, without user, password and query: credentials are in secretRef",
     ),
     "pvc": (
         r"self.matches(r'^pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/.*)?$')",
@@ -229,8 +228,8 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
     )
     source: ModelSource
     """Where the model is. Fetched before the engine starts: `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX`,
-    `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`, `https://HOST/PATH[#sha256=DIGEST]` (an archive
-    or a SHA256SUMS). There already: `pvc://CLAIM/PATH` (a PersistentVolumeClaim of the same namespace, mounted
+    `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`, `https://HOST/PATH/SHA256SUMS` (a folder).
+    There already: `pvc://CLAIM/PATH` (a PersistentVolumeClaim of the same namespace, mounted
     read-only), `file:///ABSOLUTE/PATH` (a path inside the engine container, mounted through podTemplate or part of the
     image), `builtin://tiny` (the model that ships with the engine)."""
     secret_ref: SecretReference | None = None

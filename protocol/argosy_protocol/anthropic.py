@@ -33,6 +33,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -204,18 +205,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, omit_defaults=True):
 
 _Request = TypeVar("_Request")
 _BLOCK = msgspec.json.Decoder(ContentBlock)
-_MESSAGES = msgspec.json.Decoder(MessagesRequest)
-_COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)
-
-
-def decode_messages_request(body: bytes) -> MessagesRequest:
-    """Decode a body of /v1/messages, as `decode_body` does."""
-    return _decoded(_MESSAGES, body)
-
-
-def decode_count_tokens_request(body: bytes) -> CountTokensRequest:
-    """Decode a body of /v1/messages/count_tokens, as `decode_body` does."""
-    return _decoded(_COUNT_TOKENS, body)
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
@@ -228,6 +217,10 @@ def _decoded(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
         if readable is None:
             raise
     return decode_body(decoder, readable)
+
+
+decode_messages_request = partial(_decoded, msgspec.json.Decoder(MessagesRequest))
+decode_count_tokens_request = partial(_decoded, msgspec.json.Decoder(CountTokensRequest))
 
 
 def _with_readable_blocks(body: bytes) -> bytes | None:

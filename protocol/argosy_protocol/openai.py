@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -169,43 +170,57 @@ class InternalFields(NullDefaults, kw_only=True, omit_defaults=True):
             )
 
 
-class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
-    """Fields shared by chat completions and completions. `None` stands for the model's generation config."""
+class CallFields(InternalFields, kw_only=True, omit_defaults=True):
+    """Fields of every request to a model, for whose sake it is made and in which order."""
 
     model: ModelField = ""
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
+    """vLLM's field: lower values go first, if the engine schedules by priority."""
+
+
+class SamplingFields(CallFields, kw_only=True, omit_defaults=True):
+    """Fields of every request for generation but Anthropic's. `None` stands for the model's generation config."""
+
     stream: Nullable[bool] = False
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: Nullable[bool] = False
     ignore_eos: Nullable[bool] = False
     skip_special_tokens: Nullable[bool] = True
-    spaces_between_special_tokens: Nullable[bool] = True
-    return_token_ids: Nullable[bool] = False
-    """vLLM's field: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
-    """vLLM's field: lower values go first, if the engine schedules by priority."""
-    user: Annotated[str, Meta(max_length=512)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None
+    ) = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     """OpenAI's field: requests with the same key should meet the same cache. The router's session policy uses it."""
     session_id: Annotated[str, Meta(max_length=512)] | None = None
     """The same, by the name that agent frameworks use."""
-    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    min_p: Probability | None = None
+    structured_outputs: Any = None
+    """vLLM's field; the engine checks its content."""
+    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
+    """vLLM's field: arguments for custom logits processors."""
+
+
+class GenerationRequest(SamplingFields, kw_only=True, omit_defaults=True):
+    """Fields shared by chat completions and completions. `None` stands for the model's generation config."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    spaces_between_special_tokens: Nullable[bool] = True
+    return_token_ids: Nullable[bool] = False
+    """vLLM's field: every chunk carries `token_ids` for its choice, and the first response `prompt_token_ids`."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None
-    ) = None
     bad_words: (
         Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=128)] | None
     ) = None
@@ -214,8 +229,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     """vLLM's field: log probabilities are those of these tokens, besides the sampled one, instead of the best ones."""
-    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
-    """vLLM's field: arguments for custom logits processors."""
     return_tokens_as_token_ids: bool | None = None
     """vLLM's field: `logprobs` show tokens as `token_id:ID`, so that tokens without text can be distinguished."""
     data_parallel_rank: DataParallelRank | None = None
@@ -237,8 +250,6 @@ class GenerationRequest(InternalFields, kw_only=True, omit_defaults=True):
     """vLLM's field: tokens of a choice in each event of a stream, but the first and the last. The engine's
     `--stream-interval` is the least."""
     response_format: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    """vLLM's field; the engine checks its content."""
     # Decoded only to be refused if their value would change the answer (see `unsupported`).
     guided_json: Any = None
     guided_regex: Any = None
@@ -640,12 +651,7 @@ class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True, omit_defau
         return chats
 
 
-_BATCH = msgspec.json.Decoder(BatchChatCompletionRequest)
-
-
-def decode_batch_request(body: bytes) -> BatchChatCompletionRequest:
-    """Decode a body of /v1/chat/completions/batch, as `decode_body` does."""
-    return decode_body(_BATCH, body)
+decode_batch_request = partial(decode_body, msgspec.json.Decoder(BatchChatCompletionRequest))
 
 
 class _InternalFields(InternalFields, kw_only=True):
@@ -694,7 +700,7 @@ class _Form(_InternalFields):
 _FORM = msgspec.json.Decoder(_Form)
 _TEXT = msgspec.json.Decoder(TextTokenizeRequest)
 _TOKENIZE_CHAT = msgspec.json.Decoder(ChatTokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+decode_detokenize_request = partial(decode_body, msgspec.json.Decoder(DetokenizeRequest))
 
 
 def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRequest:
@@ -711,11 +717,6 @@ def decode_tokenize_request(body: bytes) -> TextTokenizeRequest | ChatTokenizeRe
     if not has_prompt and not has_chat:
         raise BadRequest("the request needs `prompt`, or a chat in `messages`", param="prompt")
     return decode_body(_TOKENIZE_CHAT, body) if has_chat else decode_body(_TEXT, body)
-
-
-def decode_detokenize_request(body: bytes) -> DetokenizeRequest:
-    """Decode a body of /detokenize, as `decode_body` does."""
-    return decode_body(_DETOKENIZE, body)
 
 
 def only_model(body: bytes) -> ChatCompletionRequest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,14 +18,12 @@ from argosy_protocol.openai import (
     MAX_CHAT_TEMPLATE,
     MAX_MESSAGES,
     MAX_PROMPTS,
-    MAX_REQUEST_ID,
     MAX_TOKENS,
+    CallFields,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     DataParallelRank,
-    InternalFields,
-    ModelField,
     TokenId,
 )
 
@@ -52,20 +51,15 @@ _OLDER_NAMES = ("softmax", "activation")
 """vLLM's former names of `use_activation`, where numbers of classes are computed."""
 
 
-class PoolingFields(InternalFields, kw_only=True, omit_defaults=True):
+class PoolingFields(CallFields, kw_only=True, omit_defaults=True):
     """Fields of every request to a pooling model."""
 
-    model: ModelField = ""
-    user: Annotated[str, Meta(max_length=512)] | None = None
     use_activation: bool | None = None
     """Whether embeddings are scaled to length 1, and scores become probabilities; null: as the model says."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     """Tokens that stay of a longer prompt; -1: as many as the model takes."""
     truncation_side: Literal["left", "right"] | None = None
     """Where tokens are cut off; by default right, so that the first ones stay. Special tokens stay on both sides."""
-    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     data_parallel_rank: DataParallelRank | None = None
     """As `openai.GenerationRequest` has it."""
 
@@ -240,18 +234,8 @@ class PoolingResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_CLASSIFY = msgspec.json.Decoder(ClassificationRequest)
-_POOLING = msgspec.json.Decoder(PoolingRequest)
-
-
-def decode_classification_request(body: bytes) -> ClassificationRequest:
-    """Decode a body of /classify, as `decode_body` does."""
-    return decode_body(_CLASSIFY, body)
-
-
-def decode_pooling_request(body: bytes) -> PoolingRequest:
-    """Decode a body of /pooling. Raises as `decode_classification_request`."""
-    return decode_body(_POOLING, body)
+decode_classification_request = partial(decode_body, msgspec.json.Decoder(ClassificationRequest))
+decode_pooling_request = partial(decode_body, msgspec.json.Decoder(PoolingRequest))
 
 
 class EmbeddingRequest(EncodingFields, kw_only=True, omit_defaults=True):
@@ -276,12 +260,7 @@ class EmbeddingResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_decoder = msgspec.json.Decoder(EmbeddingRequest)
-
-
-def decode_embedding_request(body: bytes) -> EmbeddingRequest:
-    """Decode a request body, as `decode_body` does."""
-    return decode_body(_decoder, body)
+decode_embedding_request = partial(decode_body, msgspec.json.Decoder(EmbeddingRequest))
 
 
 def encode_vector(vector: list[float], encoding_format: Literal["float", "base64"]) -> list[float] | str:
@@ -486,18 +465,8 @@ class RerankResponse(Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-_SCORE = msgspec.json.Decoder(ScoreRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
-
-
-def decode_score_request(body: bytes) -> ScoreRequest:
-    """Decode a body of /score, as `decode_body` does."""
-    return decode_body(_SCORE, body)
-
-
-def decode_rerank_request(body: bytes) -> RerankRequest:
-    """Decode a body of /rerank. Raises as `decode_score_request`."""
-    return decode_body(_RERANK, body)
+decode_score_request = partial(decode_body, msgspec.json.Decoder(ScoreRequest))
+decode_rerank_request = partial(decode_body, msgspec.json.Decoder(RerankRequest))
 
 
 def _texts(given: OneOrMore) -> list[str]:

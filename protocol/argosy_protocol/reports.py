@@ -234,7 +234,7 @@ WAITING: Final = "waiting for another pod that fetches it"
 """Summary of a fetch whose phase is `waiting`."""
 
 _MAX_HOURS: Final = 9999.0
-_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+SIZE_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def summary(progress: ModelProgress) -> str:
@@ -253,7 +253,7 @@ def summary(progress: ModelProgress) -> str:
     else:
         text = _share(progress) if progress.total_bytes else "fetching"
     if progress.eta_seconds is not None:
-        return f"{text}, eta {_duration(progress.eta_seconds)}"
+        return f"{text}, eta {duration_text(progress.eta_seconds)}"
     return f"{text}; {note}" if note else text
 
 
@@ -279,14 +279,19 @@ def stage(shown: str) -> str:
 
 
 def _share(progress: ModelProgress) -> str:
-    total = progress.total_bytes
-    done = min(progress.fetched_bytes, total)
-    unit, name = next((entry for entry in _UNITS if total >= entry[0]), (1, "B"))
+    return share_text(min(progress.fetched_bytes, progress.total_bytes), progress.total_bytes)
+
+
+def share_text(done: int, total: int) -> str:
+    """Describe how much of some bytes there is: `43 % 12.1/28.0 GiB`."""
+    unit, name = next((entry for entry in SIZE_UNITS if total >= entry[0]), (1, "B"))
     digits = 0 if unit == 1 else 1
-    return f"{100 * done // total} % {done / unit:.{digits}f}/{total / unit:.{digits}f} {name}"
+    share = 100 if total <= 0 else 100 * max(done, 0) // total
+    return f"{share} % {done / unit:.{digits}f}/{total / unit:.{digits}f} {name}"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """Format a duration in its largest fitting unit: `70 s`, `12 min`, `3.5 h`."""
     if seconds < 120.0:
         return f"{seconds:.0f} s"
     return f"{seconds / 60.0:.0f} min" if seconds < 7200.0 else f"{min(seconds / 3600.0, _MAX_HOURS):.1f} h"

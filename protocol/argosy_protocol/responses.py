@@ -20,18 +20,10 @@ from argosy_protocol.errors import BadRequest
 from argosy_protocol.json_limits import Nullable, NullDefaults, Steps, decoding_body, done
 from argosy_protocol.openai import (
     MAX_MESSAGES,
-    MAX_REQUEST_ID,
     MAX_TOKENS,
-    ExtraArg,
-    InternalFields,
     LogprobCount,
-    ModelField,
-    Penalty,
-    Probability,
     ReasoningEffort,
-    StopString,
-    StopStrings,
-    TokenId,
+    SamplingFields,
     TokenLogprob,
 )
 from argosy_protocol.skipped_content import FIELDS, MAX_UNREADABLE, RAWS, can_decode, only_type
@@ -167,13 +159,11 @@ class ResponseStreamOptions(NullDefaults, kw_only=True, omit_defaults=True):
     include_obfuscation: Nullable[bool] = False
 
 
-class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
+class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     """Body of /v1/responses. `None` stands for the model's generation config."""
 
-    model: ModelField = ""
     input: str | Items
     instructions: str | None = None
-    stream: Nullable[bool] = False
     stream_options: ResponseStreamOptions | None = None
     store: Nullable[bool] = True
     background: Nullable[bool] = False
@@ -181,8 +171,6 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     """Bounds calls of tools that the server runs, and ours runs none."""
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_logprobs: LogprobCount | None = None
     """Of the log probabilities that `include` asks for; without them it has no effect."""
     include: (
@@ -213,9 +201,7 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
     """There is one tier, and answers say so."""
-    user: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     """Prefixes stay in the cache while there is room, whatever this says."""
     prompt_cache_options: dict[str, Any] | None = None
@@ -223,28 +209,8 @@ class ResponsesRequest(InternalFields, kw_only=True, omit_defaults=True):
     context_management: Any = None
     """When to compact a conversation. Without effect: only clients do that."""
     # vLLM's extra fields
-    session_id: Annotated[str, Meta(max_length=512)] | None = None
-    request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID)] | None = None
     include_reasoning: Nullable[bool] = True
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
-    min_p: Probability | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
-    include_stop_str_in_output: Nullable[bool] = False
-    ignore_eos: Nullable[bool] = False
-    skip_special_tokens: Nullable[bool] = True
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)] | None
-    ) = None
-    structured_outputs: Any = None
-    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: Nullable[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]] = 0
     enable_response_messages: Nullable[bool] = False
     """vLLM's field: the answer has the text and the tokens of prompt and output."""
     data_parallel_rank: None = None

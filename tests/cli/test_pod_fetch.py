@@ -20,7 +20,7 @@ from argosy.commands import models
 from argosy.diagnosis import is_unreachable
 from argosy.main import main
 from argosy_fetcher.errors import TransientError
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.sources.hub import HubModel, unreachable
 from argosy_fetcher.sources.object_store import Bucket, explain
 from argosy_fetcher.store import Store
@@ -194,7 +194,7 @@ def test_a_source_that_gives_no_answer_is_known_by_its_message(
         assert is_unreachable(str(given_up)), error
         with (
             pytest.raises(TransientError, match="in a cluster, look at its DNS"),
-            models.pod_fetch("hf://acme/tiny", free_port(), Silent()),
+            models.pod_fetch("hf://acme/tiny", free_port(), Progress()),
         ):
             raise given_up
         assert "egress that NetworkPolicies allow, or name a mirror in the Secret" in log.read_text()

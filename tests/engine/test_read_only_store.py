@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.pull import PulledModel, pull_model
 from argosy_fetcher.source_uri import parse
 from named_sources import publish_tiny, serve_names
@@ -41,7 +41,7 @@ MOUNT = 'mount --bind "$1" "$2" && mount -o remount,ro,bind "$2" && shift 2 && e
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PulledModel:
     serve_names(monkeypatch, tmp_path / "store")
     publish_tiny("acme/tiny")
-    model = pull_model(parse("hf://acme/tiny"), progress=Silent())
+    model = pull_model(parse("hf://acme/tiny"), progress=Progress())
     model.close()
     return model
 

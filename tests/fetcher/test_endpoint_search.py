@@ -8,7 +8,7 @@ import pytest
 
 from argosy_fetcher.errors import Offline
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.pull import find_model, pull_model
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.store import Store
@@ -49,7 +49,7 @@ def test_offline_the_endpoint_need_not_be_known(
     forget_cloud(monkeypatch)
     model = add(Store(tmp_path), stored)
     offline = {"ARGOSY_MODELS_DIR": str(tmp_path), "ARGOSY_OFFLINE": "1"}
-    pulled = pull_model(parse(asked), progress=Silent(), environment=offline)
+    pulled = pull_model(parse(asked), progress=Progress(), environment=offline)
     assert (pulled.path, pulled.source) == (model.path, stored)
     pulled.close()
     assert find_model(parse(asked), environment=offline) == Store(tmp_path).list()[0]
@@ -73,7 +73,7 @@ def test_other_names_are_not_found(name: str, tmp_path: Path, monkeypatch: pytes
     add(Store(tmp_path), "s3://bucket/tiny?endpoint=http://a")
     environment = {"ARGOSY_MODELS_DIR": str(tmp_path), "ARGOSY_OFFLINE": "1"}
     with pytest.raises(Offline):
-        pull_model(parse(name), progress=Silent(), environment=environment)
+        pull_model(parse(name), progress=Progress(), environment=environment)
 
 
 def test_another_revision_is_not_found(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def pull(store: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str = "", *, fe
     monkeypatch.setattr("argosy_fetcher.pull.open_source", lambda uri, credentials: source)
     environment = {"ARGOSY_MODELS_DIR": str(store), "HF_ENDPOINT": endpoint}
     environment |= {} if fetch else {"ARGOSY_OFFLINE": "1"}
-    pulled = pull_model(parse("hf://acme/tiny"), progress=Silent(), environment=environment)
+    pulled = pull_model(parse("hf://acme/tiny"), progress=Progress(), environment=environment)
     pulled.close()
     return pulled.source
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from argosy_fetcher.errors import Offline
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.pull import PulledModel, find_cached_model, find_model, pull_model
 from argosy_fetcher.source_uri import parse
 from hub_server import HubServer
@@ -38,7 +38,7 @@ def folder(hub: HubServer, tmp_path: Path) -> Path:
 
 def pull(tmp_path: Path, uri: str = f"hf://{MODEL}", **settings: str) -> PulledModel:
     environment = {"ARGOSY_MODELS_DIR": str(tmp_path / "store"), "HF_HOME": str(tmp_path), **settings}
-    return pull_model(parse(uri), progress=Silent(), environment={"HF_HUB_OFFLINE": "1", **environment})
+    return pull_model(parse(uri), progress=Progress(), environment={"HF_HUB_OFFLINE": "1", **environment})
 
 
 def test_a_complete_model_is_served_where_it_is(folder: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from random import Random
 import pytest
 
 from argosy_fetcher.errors import AccessDenied, FetchError, SourceChanged, TransientError
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.sources.hub import HubSource
-from argosy_fetcher.transfer import TransferSettings, transfer
+from argosy_fetcher.transfer import Transfer, TransferSettings
 from hub_faults import Fault, Hold
 from hub_server import HubServer
 from hub_sources import MODEL, file_of, hub_source, read
@@ -264,7 +264,7 @@ def test_a_storage_without_ranges_is_noticed_once_and_sends_a_file_once(
     hub.forget_requests()
     settings = TransferSettings(part_bytes=10_000)
     targets = {tmp_path / name: weights for name in ("a", "b")}
-    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    Transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={}).run()
     assert [path.read_bytes() for path in targets] == [WEIGHTS, WEIGHTS]
     probe, *parts = hub.requests("content")
     assert probe.headers["range"] == "bytes=299999-299999"
@@ -279,12 +279,12 @@ def test_a_resumed_file_of_a_storage_that_now_ignores_ranges_is_not_damaged(
     settings = TransferSettings(part_bytes=10_000, max_parts_in_flight=1)
     hub.faults.add("content", Fault(status=418), after=8)
     with pytest.raises(AccessDenied):
-        transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+        Transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={}).run()
     hub.faults.add("content", Fault(ignores_range=True), times=1000)
     if is_known:  # a new process asks anew; this one still believes in ranges
         source = hub_source(hub)
         source.snapshot()
-    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    Transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={}).run()
     assert (tmp_path / "a").read_bytes() == WEIGHTS
 
 
@@ -448,7 +448,7 @@ def test_wrong_answers_are_told_apart(
 
 def test_redirects_without_end_are_transient(hub: HubServer, source: HubSource, weights: RemoteFile) -> None:
     target = f"/{MODEL}/resolve/main/model.safetensors"
-    hub.faults.add("resolve", Fault(headers={"Location": target}), times=5)
+    hub.faults.add("resolve", Fault(headers={"Location": target}), times=6)
     with pytest.raises(TransientError, match="more than 5 redirects"):
         read(source, weights)
 

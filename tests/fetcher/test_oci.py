@@ -19,11 +19,11 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.source import RemoteFile
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.sources.oci import MAX_MANIFEST_BYTES, OciSource
-from argosy_fetcher.transfer import TransferSettings, transfer
+from argosy_fetcher.transfer import Transfer, TransferSettings
 from container_registry import ContainerRegistry, RegistryReply, error_reply, running_registry
 from oci_artifacts import (
     DOCKER_INDEX,
@@ -217,7 +217,7 @@ def test_a_registry_need_not_announce_digests(registry: ContainerRegistry, open_
 def test_manifests_are_bounded(registry: ContainerRegistry, open_model: OpenModel, has_length: bool) -> None:
     reply = RegistryReply(200, b" " * (MAX_MANIFEST_BYTES + 1), has_length=has_length)
     registry.script("/manifests/", reply)
-    with pytest.raises(UnsupportedModel, match=f"larger than {MAX_MANIFEST_BYTES} bytes"):
+    with pytest.raises(UnsupportedModel, match=f"more than {MAX_MANIFEST_BYTES} bytes"):
         open_model().snapshot()
 
 
@@ -321,11 +321,11 @@ def test_a_layer_that_is_gone_or_has_another_size_is_a_change(
     registry.replace_blob(file.version, WEIGHTS + b"more")
     for has_ranges in (True, False):
         registry.has_ranges = has_ranges
-        with pytest.raises(SourceChanged, match="has not the"):
+        with pytest.raises(SourceChanged, match=r"has not the|bytes instead of"):
             content_of(source, file)
     registry.has_ranges = True
     registry.replace_blob(file.version, WEIGHTS[:10])
-    with pytest.raises(SourceChanged, match="has not the"):
+    with pytest.raises(SourceChanged, match=r"has not the|bytes instead of"):
         content_of(source, file, 100)  # 416
     registry.remove_blob(file.version)
     with pytest.raises(SourceChanged, match="no longer"):
@@ -354,7 +354,7 @@ def test_a_registry_without_ranges_is_noticed_once_and_sends_a_layer_once(
     source = open_model()
     targets = {tmp_path / name: weights_of(source) for name in ("a", "b")}
     settings = TransferSettings(part_bytes=-(-len(WEIGHTS) // 4))
-    transfer(source, targets, tmp_path, progress=Silent(), settings=settings, known={})
+    Transfer(source, targets, tmp_path, progress=Progress(), settings=settings, known={}).run()
     assert [path.read_bytes() for path in targets] == [WEIGHTS, WEIGHTS]
     probe, *parts = registry.requests_for("/blobs/")
     assert probe.headers["range"] == f"bytes={len(WEIGHTS) - 1}-{len(WEIGHTS) - 1}"

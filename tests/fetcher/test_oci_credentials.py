@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from argosy_fetcher.errors import InvalidSource
-from argosy_fetcher.sources.oci_http import MAX_AUTH_FILE_BYTES, CredentialLookup, find_credential
-from argosy_fetcher.sources.registry import ImageReference
+from argosy_fetcher.sources.oci_http import CredentialLookup, find_credential
+from argosy_fetcher.sources.registry import MAX_CREDENTIAL_BYTES, ImageReference
 
 REFERENCE = ImageReference("registry.example", "team/models/qwen", "v1")
 
@@ -172,7 +172,7 @@ def test_a_store_of_other_hosts_is_not_mentioned() -> None:
         b'{"auths": {"registry.example": {"auth": "//8="}}}',
         b'{"credsStore": "\xff s3cret"}',
         b'{"auths": {}, "x": ' + b"[" * 100_000,
-        b" " * (MAX_AUTH_FILE_BYTES + 1),
+        b" " * (MAX_CREDENTIAL_BYTES + 1),
     ],
     ids=lambda content: f"{len(content)}-bytes",
 )

@@ -5,14 +5,24 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import closing
 
 import httpx
 import pytest
 
 from argosy_fetcher.errors import FetchError, TransientError, UnknownHost
-from argosy_fetcher.sources.oci_http import DOCUMENT_TIMEOUT, read_document, retry_after, translated
+from argosy_fetcher.source_uri import parse
+from argosy_fetcher.sources.http import retry_after_s
+from argosy_fetcher.sources.oci_http import DOCUMENT_S, RegistryClient
+from argosy_fetcher.sources.registry import parse_reference
 
 REQUEST = httpx.Request("GET", "https://registry.example:5000/v2/x?X-Amz-Signature=s3cret")
+
+
+@pytest.fixture
+def client() -> Iterator[RegistryClient]:
+    with closing(RegistryClient(parse_reference(parse("oci://registry.example:5000/x:v1")), {})) as client:
+        yield client
 
 
 def ssl_error(reason: str) -> ssl.SSLError:
@@ -40,13 +50,13 @@ def certificate_error() -> ssl.SSLError:
     ],
 )
 def test_failed_connections_are_told_apart(
-    cause: Exception | None, expected: type[Exception], said: str
+    client: RegistryClient, cause: Exception | None, expected: type[Exception], said: str
 ) -> None:
     between = httpx.ConnectError("handshake")
     between.__cause__ = cause
     error = httpx.ConnectError("failed", request=REQUEST)
     error.__cause__ = between
-    with pytest.raises(expected, match=said) as caught, translated("oci://registry.example:5000/x:v1"):
+    with pytest.raises(expected, match=said) as caught, client.translated("oci://registry.example:5000/x:v1"):
         raise error
     assert type(caught.value) is expected
     assert "oci://registry.example:5000/x:v1" in str(caught.value)
@@ -66,8 +76,10 @@ def test_failed_connections_are_told_apart(
         (httpx.InvalidURL("https://s3cret"), FetchError),
     ],
 )
-def test_failures_of_requests_are_told_apart(error: Exception, expected: type[Exception]) -> None:
-    with pytest.raises(expected) as caught, translated("oci://x/y:v1"):
+def test_failures_of_requests_are_told_apart(
+    client: RegistryClient, error: Exception, expected: type[Exception]
+) -> None:
+    with pytest.raises(expected) as caught, client.translated("oci://x/y:v1"):
         raise error
     assert "s3cret" not in str(caught.value)
 
@@ -85,7 +97,7 @@ def test_failures_of_requests_are_told_apart(error: Exception, expected: type[Ex
 )
 def test_retry_after_is_seconds_or_a_date(value: str, expected: float | None) -> None:
     response = httpx.Response(429, headers=[(b"Retry-After", value.encode())])
-    assert retry_after(response, now=lambda: 784_111_740.0) == expected  # 08:49:00
+    assert retry_after_s(response.headers, lambda: 784_111_740.0) == expected  # 08:49:00
 
 
 class Drip(httpx.SyncByteStream):
@@ -96,9 +108,9 @@ class Drip(httpx.SyncByteStream):
             yield b" "
 
 
-def test_a_document_must_arrive_in_time() -> None:
+def test_a_document_must_arrive_in_time(client: RegistryClient) -> None:
     times = iter(range(1000))
     response = httpx.Response(200, stream=Drip(), request=REQUEST)
     with pytest.raises(TransientError, match="took longer than 60 s"):
-        read_document(response, 1 << 20, "oci://x/y:v1", clock=lambda: float(next(times)))
-    assert next(times) <= DOCUMENT_TIMEOUT + 3
+        client.document(response, 1 << 20, "oci://x/y:v1", DOCUMENT_S, lambda: float(next(times)))
+    assert next(times) <= DOCUMENT_S + 3

@@ -35,7 +35,7 @@ def archived(files: dict[str, bytes], packing: Packing = "tar+gzip") -> Scripted
     )
 
 
-@pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd", "zip"])
+@pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
 def test_an_archive_is_unpacked_and_deleted(tmp_path: Path, packing: Packing) -> None:
     files = {f"tiny/{path}": content for path, content in {**other_files(), **served_files()}.items()}
     source, progress = archived(files, packing), RecordedProgress()

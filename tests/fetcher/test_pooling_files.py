@@ -64,7 +64,7 @@ def test_an_interrupted_fetch_continues(tmp_path: Path) -> None:
     assert files_below(fetch_model(source, Store(tmp_path), settings=SETTINGS).path) == SERVED
 
 
-@pytest.mark.parametrize("packing", ["tar+gzip", "zip"])
+@pytest.mark.parametrize("packing", ["tar+gzip", "tar+zstd"])
 @pytest.mark.parametrize("folder", ["", "tiny/"])
 def test_an_archive_has_it_as_well(packing: Packing, folder: str, tmp_path: Path) -> None:
     files = {f"{folder}{path}": content for path, content in FILES.items()}

@@ -9,7 +9,7 @@ import pytest
 
 from argosy_fetcher.disk import MARGIN_BYTES, FreeSpace, SharedLock
 from argosy_fetcher.errors import NoSpace
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.pull import PulledModel, open_store, pull_model
 from argosy_fetcher.source_uri import parse
 from argosy_fetcher.store import Store, make_room
@@ -29,7 +29,7 @@ def _names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def pull(name: str, hours_ago: float) -> PulledModel:
     """Pull a model that was used then. It can be held again."""
     publish_tiny(name)
-    model = pull_model(parse(f"hf://{name}"), progress=Silent())
+    model = pull_model(parse(f"hf://{name}"), progress=Progress())
     model.close()
     then = NOW - hours_ago * HOUR_S
     os.utime(model.path / LAST_USE, (then, then))
@@ -108,7 +108,7 @@ def test_a_pull_makes_room_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> No
     publish_tiny("acme/tiny")
     uri = parse("hf://acme/tiny")
     with pytest.raises(NoSpace):
-        pull_model(uri, progress=Silent())
+        pull_model(uri, progress=Progress())
     shown = RecordedProgress()
     pull_model(uri, progress=shown, make_room_after=0.0).close()
     assert [model.source for model in open_store(None).list()] == ["hf://acme/tiny"]
@@ -136,7 +136,7 @@ def test_a_share_of_the_disk_stays_free(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("argosy_fetcher.disk.free_bytes", lambda _: 1 << 30)
     uri = parse("hf://acme/tiny")
     with pytest.raises(NoSpace, match=r"2\.0 GiB must stay free; make room"):
-        pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=2 << 30))
+        pull_model(uri, progress=Progress(), min_free=FreeSpace(num_bytes=2 << 30))
     with pytest.raises(NoSpace, match=rf"{tmp_path} is all that this fetch may take models from"):
-        pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=2 << 30), make_room_after=0.0)
-    pull_model(uri, progress=Silent(), min_free=FreeSpace(num_bytes=900 << 20)).close()
+        pull_model(uri, progress=Progress(), min_free=FreeSpace(num_bytes=2 << 30), make_room_after=0.0)
+    pull_model(uri, progress=Progress(), min_free=FreeSpace(num_bytes=900 << 20)).close()

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 
 from argosy_fetcher.errors import FetchError, HashMismatch, NoSpace, SourceChanged, TransientError
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.retry import Cancelled, RetryPolicy
 from argosy_fetcher.source import Algorithm, Chunk, RemoteFile
-from argosy_fetcher.transfer import TransferSettings, transfer
+from argosy_fetcher.transfer import Transfer, TransferSettings
 from recorded_progress import RecordedProgress
 from retry_time import RetryTime
 from scripted_source import Read, ScriptedSource, Stop
@@ -37,7 +37,7 @@ def fetch(
     settings: TransferSettings = QUICK,
 ) -> None:
     targets = {directory / file.path: file for file in source.files}
-    transfer(source, targets, directory, progress=progress or Silent(), settings=settings, known={})
+    Transfer(source, targets, directory, progress=progress or Progress(), settings=settings, known={}).run()
 
 
 def found(directory: Path) -> dict[str, bytes]:
@@ -258,15 +258,15 @@ def test_a_cancelled_transfer_stops_at_the_next_chunk(tmp_path: Path) -> None:
     source = Cancelling({"a": bytes(10_000)}, chunk_bytes=100)
     targets = {tmp_path / file.path: file for file in source.files}
     with pytest.raises(Cancelled):
-        transfer(
+        Transfer(
             source,
             targets,
             tmp_path,
-            progress=Silent(),
+            progress=Progress(),
             settings=TransferSettings(10_000, 1, PATIENT),
             known={},
             cancelled=cancelled,
-        )
+        ).run()
     assert source.num_bytes == 500
     assert "a" not in found(tmp_path)
 
@@ -453,7 +453,7 @@ def test_local_copies_show_progress_part_by_part(
     source, progress = cached_source(tmp_path / "cache", CONTENT["a"]), CountedProgress()
     (tmp_path / "store").mkdir()
     targets = {tmp_path / "store" / file.path: file for file in source.files if file.path == "a"}
-    transfer(source, targets, tmp_path / "store", progress=progress, settings=QUICK, known={})
+    Transfer(source, targets, tmp_path / "store", progress=progress, settings=QUICK, known={}).run()
     num_parts = -(-len(CONTENT["a"]) // QUICK.part_bytes)
     assert progress.num_advances == num_parts * (2 if is_copied else 1) + 1
     assert progress.received == 0

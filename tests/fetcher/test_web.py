@@ -1,4 +1,4 @@
-"""Models behind https://: archives, and folders with a list of digests."""
+"""Models behind https://: folders with a list of digests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,23 @@ def opened(
         yield source
 
 
-def archive(headers: Mapping[str, str] = ETAG, content: bytes = CONTENT) -> Callable[[Asked], Reply]:
-    return lambda asked: file_reply(asked, content, headers) if asked.path == "/m/model.tar" else MISSING
+SUMS = f"{SHA256}  model.safetensors\n".encode()
+
+
+def weights(headers: Mapping[str, str] = ETAG, content: bytes = CONTENT) -> Callable[[Asked], Reply]:
+    """Answer as a folder with one file."""
+
+    def answer(asked: Asked) -> Reply:
+        if asked.path == "/m/SHA256SUMS":
+            return Reply(200, SUMS)
+        return file_reply(asked, content, headers) if asked.path == "/m/model.safetensors" else MISSING
+
+    return answer
+
+
+def listed(answer: Callable[[Asked], Reply]) -> Callable[[Asked], Reply]:
+    """Answer with a list of one file, and for the file as a function says."""
+    return lambda asked: Reply(200, SUMS) if asked.path.endswith("/SHA256SUMS") else answer(asked)
 
 
 def everything(source: WebSource, file: RemoteFile) -> bytes:
@@ -61,61 +76,6 @@ class Folder:
         if content is None:
             return MISSING
         return file_reply(asked, content, {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
-
-
-def test_an_archive_is_one_packed_file() -> None:
-    with ScriptedHttp(archive()) as server, opened(server, "/m/model.tar") as source:
-        snapshot = source.snapshot()
-        assert source.name == snapshot.source == f"{server.url}/m/model.tar"
-        assert source.requested_revision == ""
-        assert snapshot.files == (RemoteFile("model.tar", len(CONTENT), None, '"first"', "tar"),)
-        assert everything(source, snapshot.files[0]) == CONTENT
-
-
-def test_a_digest_in_the_uri_is_the_revision() -> None:
-    with ScriptedHttp(archive()) as server, opened(server, f"/m/model.tar#sha256={SHA256}") as source:
-        assert source.name == f"{server.url}/m/model.tar"
-        snapshot = source.snapshot()
-        assert snapshot.revision == source.requested_revision == SHA256
-        assert snapshot.files[0].digest == Digest("sha256", SHA256)
-
-
-@pytest.mark.parametrize(
-    ("name", "packing"),
-    [
-        ("a.tar", "tar"), ("a.tar.gz", "tar+gzip"), ("A.TGZ", "tar+gzip"), ("a.b.tar.zst", "tar+zstd"),
-        ("a.zip", "zip"),
-    ],
-)  # fmt: skip
-def test_a_name_tells_the_packing(name: str, packing: str) -> None:
-    with (
-        ScriptedHttp(lambda asked: file_reply(asked, CONTENT, ETAG)) as server,
-        opened(server, f"/{name}") as source,
-    ):
-        (file,) = source.snapshot().files
-        assert (file.path, file.packing) == (name, packing)
-
-
-def test_the_revision_of_an_archive_follows_its_content() -> None:
-    headers = dict(ETAG)
-    with ScriptedHttp(lambda asked: file_reply(asked, CONTENT, headers)) as server:
-        revisions = []
-        for etag in ('"first"', '"first"', '"second"'):
-            headers["ETag"] = etag
-            with opened(server, "/model.zip") as source:
-                revisions.append(source.snapshot().revision)
-    assert revisions[0] == revisions[1] != revisions[2]
-
-
-def test_a_query_is_sent_but_never_shown() -> None:
-    with ScriptedHttp(archive()) as server, opened(server, "/m/model.tar?signature=s3cret") as source:
-        everything(source, source.snapshot().files[0])
-        assert {asked.query for asked in server.asked} == {"signature=s3cret"}
-        assert source.name == f"{server.url}/m/model.tar"
-    with opened(server, "/m/model.tar?signature=s3cret") as source:
-        with pytest.raises(TransientError) as failure:
-            source.snapshot()
-        assert "s3cret" not in str(failure.value)
 
 
 def test_a_folder_has_the_files_of_its_list() -> None:
@@ -225,7 +185,7 @@ def test_ranges_are_read_exactly(start: int, stop: int, has_ranges: bool) -> Non
     def answer(asked: Asked) -> Reply:
         return file_reply(asked, CONTENT, ETAG) if has_ranges else Reply(200, CONTENT, ETAG)
 
-    with ScriptedHttp(answer) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(listed(answer)) as server, opened(server, "/m/SHA256SUMS") as source:
         (file,) = source.snapshot().files
         assert source.can_read_ranges(file) == has_ranges
         assert b"".join(source.read(file, start, stop)) == CONTENT[start:stop]
@@ -243,7 +203,7 @@ def test_a_cut_connection_keeps_what_came() -> None:
         for chunk in source.read(file, 0, file.size):
             received.extend(chunk)
 
-    with ScriptedHttp(answer) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(listed(answer)) as server, opened(server, "/m/SHA256SUMS") as source:
         (file,) = source.snapshot().files
         with pytest.raises(TransientError, match="cut"):
             receive(source, file)
@@ -259,7 +219,7 @@ def test_a_changed_file_is_noticed(before: Mapping[str, str], knows_if_range: bo
         kept = {name: value for name, value in asked.headers.items() if knows_if_range or name != "if-range"}
         return file_reply(Asked(asked.method, asked.path, asked.query, kept), CONTENT, headers)
 
-    with ScriptedHttp(answer) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(listed(answer)) as server, opened(server, "/m/SHA256SUMS") as source:
         (file,) = source.snapshot().files
         assert everything(source, file) == CONTENT
         headers |= {
@@ -288,7 +248,7 @@ def test_a_file_that_vanishes_is_noticed() -> None:
 
 
 def test_a_weak_etag_is_not_sent_as_a_condition() -> None:
-    with ScriptedHttp(archive({"ETag": 'W/"first"'})) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(weights({"ETag": 'W/"first"'})) as server, opened(server, "/m/SHA256SUMS") as source:
         everything(source, source.snapshot().files[0])
         assert all("if-range" not in asked.headers for asked in server.asked)
 
@@ -302,18 +262,16 @@ def test_a_weak_etag_is_not_sent_as_a_condition() -> None:
         (Reply(206, b"a", {**ETAG, "Content-Range": f"bytes 0-0/{1 << 50}"}), UnsupportedModel, "too large"),
         (Reply(200, b"a", {**ETAG, "Content-Length": "9" * 19}), UnsupportedModel, "too large"),
         (Reply(416, headers={"Content-Range": "bytes */5"}), FetchError, "first byte"),
-        (Reply(200, CONTENT), FetchError, "append #sha256=HEX"),
-        (Reply(200, CONTENT, {"ETag": "no quotes"}), FetchError, "append #sha256=HEX"),
         (Reply(200, CONTENT, {**ETAG, "Content-Encoding": "gzip"}), FetchError, "compresses the file"),
     ],
-    ids=["chunked", "size *", "no range", "large range", "large", "416", "bare", "unquoted", "compressed"],
+    ids=["chunked", "size *", "no range", "large range", "large", "416", "compressed"],
 )
 def test_answers_that_cannot_be_relied_on_are_refused(
     reply: Reply, error: type[FetchError], reason: str
 ) -> None:
     with (
-        ScriptedHttp(lambda _: reply) as server,
-        opened(server, "/m/model.tar") as source,
+        ScriptedHttp(listed(lambda _: reply)) as server,
+        opened(server, "/m/SHA256SUMS") as source,
         pytest.raises(error, match=reason),
     ):
         source.snapshot()
@@ -327,15 +285,6 @@ def test_an_empty_file_may_have_no_ranges() -> None:
         assert everything(source, file) == b""
 
 
-def test_a_gzip_archive_may_be_labelled_as_encoded() -> None:
-    headers = {**ETAG, "Content-Encoding": "x-gzip"}
-    with (
-        ScriptedHttp(lambda asked: file_reply(asked, CONTENT, headers)) as server,
-        opened(server, "/model.tar.gz") as source,
-    ):
-        assert everything(source, source.snapshot().files[0]) == CONTENT
-
-
 @pytest.mark.parametrize(
     "span", ["bytes 1-10/256000", "bytes 0-999/256000", "bytes */256000", "items 0-9/256000"]
 )
@@ -345,7 +294,7 @@ def test_another_range_than_asked_for_is_refused(span: str) -> None:
             return file_reply(asked, CONTENT, ETAG)
         return Reply(206, b"x" * 10, {**ETAG, "Content-Range": span})
 
-    with ScriptedHttp(answer) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(listed(answer)) as server, opened(server, "/m/SHA256SUMS") as source:
         (file,) = source.snapshot().files
         with pytest.raises((FetchError, SourceChanged)):
             list(source.read(file, 0, 10))
@@ -358,7 +307,7 @@ def test_connections_are_used_again() -> None:
         ports.add(asked.client)
         return file_reply(asked, CONTENT, ETAG)
 
-    with ScriptedHttp(answer) as server, opened(server, "/m/model.tar") as source:
+    with ScriptedHttp(listed(answer)) as server, opened(server, "/m/SHA256SUMS") as source:
         (file,) = source.snapshot().files
         for start in range(0, 100_000, 10_000):
             list(source.read(file, start, start + 10_000))
@@ -368,14 +317,14 @@ def test_connections_are_used_again() -> None:
 @pytest.mark.parametrize(
     ("uri", "reason"),
     [
-        ("https://host/model", "give the URL of a .tar"),
-        ("https://host/", "malformed"),
-        ("https://host/.tar", "give the URL of a .tar"),
-        ("https://host/a//b.tar", "malformed"),
-        ("https://host/%2e%2e%2fa.tar", "malformed"),
-        ("https://host/model.gguf", "give the URL of a .tar"),
-        ("https://host/SHA256SUMS?a=s3cret", "no query"),
-        (f"https://host/SHA256SUMS#sha256={SHA256}", "no query and no fragment"),
+        ("https://host/model", "must be https://HOST/PATH/SHA256SUMS"),
+        ("https://host/", "must be https://HOST/PATH/SHA256SUMS"),
+        ("https://host/model.tar.gz", "Archives are not read over https://: unpack the model there"),
+        (f"https://host/a.zip#sha256={SHA256}", "push it to a registry"),
+        ("https://host/a//SHA256SUMS", "malformed"),
+        ("https://host/%2e%2e%2fa/SHA256SUMS", "malformed"),
+        ("https://host/SHA256SUMS?a=s3cret", "without a query"),
+        (f"https://host/SHA256SUMS#sha256={SHA256}", "without a query and a fragment"),
     ],
 )
 def test_other_urls_are_refused(uri: str, reason: str) -> None:

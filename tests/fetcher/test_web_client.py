@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from argosy_fetcher.errors import (
     SourceChanged,
     TransientError,
 )
-from argosy_fetcher.sources.http import retry_after_s
-from argosy_fetcher.sources.web import MAX_REDIRECTS, WebClient
+from argosy_fetcher.sources.http import MAX_DISCARDED_BYTES, MAX_REDIRECTS, retry_after_s
+from argosy_fetcher.sources.web import WebClient
 from loopback_certificate import issue_certificate
 from scripted_http import Asked, Reply, ScriptedHttp
 
@@ -27,7 +28,7 @@ from scripted_http import Asked, Reply, ScriptedHttp
 def body(server: ScriptedHttp, path: str, credentials: Mapping[str, str] | None = None) -> bytes:
     url = httpx.URL(server.url + path)
     with closing(WebClient("source", url, credentials or {})) as client:
-        return b"".join(client.chunks(client.get(url, "source: file", {}), "source: file"))
+        return b"".join(client.chunks(client.answer(url, "source: file", {}), "source: file"))
 
 
 def to(location: str, status: int = 302) -> Reply:
@@ -80,13 +81,13 @@ def test_a_busy_server_says_when_to_come_back() -> None:
 @pytest.mark.parametrize(
     ("value", "wait_s"),
     [
-        ("0", 0), (" 5 ", 5), ("9" * 30, 999_999_999), ("", None), ("-5", None), ("soon", None), ("٣", None),
+        ("0", 0), (" 5 ", 5), ("9" * 30, 3600), ("", None), ("-5", None), ("soon", None), ("٣", None),
         ("Sat, 21 Nov 2026 10:00:30 GMT", 30), ("Sat, 21 Nov 2026 09:00:00 GMT", 0),
     ],
 )  # fmt: skip
 def test_retry_after_is_a_number_or_a_date(value: str, wait_s: float | None) -> None:
     ten_o_clock = 1795255200.0
-    assert retry_after_s(value, ten_o_clock) == wait_s
+    assert retry_after_s({"retry-after": value}, lambda: ten_o_clock) == wait_s
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -124,6 +125,37 @@ def test_other_redirects_are_refused(location: str, reason: str) -> None:
     ):
         body(server, "/a")
     assert "s3cret" not in str(failure.value)
+
+
+class Endless(httpx.SyncByteStream):
+    """A body without an end, which counts what is read of it."""
+
+    num_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            self.num_bytes += 4096
+            yield bytes(4096)
+
+
+def test_a_body_that_nobody_wants_is_read_up_to_a_bound() -> None:
+    stream = Endless()
+    with closing(WebClient("source", httpx.URL("https://host/"), {})) as client:
+        client.discard(httpx.Response(302, stream=stream, request=httpx.Request("GET", "https://host/")))
+    assert 0 < stream.num_bytes <= MAX_DISCARDED_BYTES + 4096
+
+
+def test_a_signed_address_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("test").info("seen")
+
+    def answer(asked: Asked) -> Reply:
+        return Reply(200, b"there") if asked.query else to("/b?Signature=hidden")
+
+    with ScriptedHttp(answer) as server:
+        assert body(server, "/a") == b"there"
+    assert "seen" in caplog.text
+    assert "hidden" not in caplog.text
 
 
 def test_encryption_is_not_given_up(tls: tuple[Path, Path]) -> None:

@@ -1,12 +1,10 @@
-"""Builds tar and zip archives in memory, honest and hostile ones."""
+"""Builds tar archives in memory, honest and hostile ones."""
 
 from __future__ import annotations
 
 import gzip
 import io
-import stat
 import tarfile
-import zipfile
 from collections.abc import Mapping
 
 from argosy_fetcher.source import Packing
@@ -33,27 +31,8 @@ def member_of_type(path: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     return member
 
 
-def zip_of(files: Mapping[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in files.items():
-            archive.writestr(path, content)
-    return buffer.getvalue()
-
-
-def zip_with_link(path: str, target: str) -> bytes:
-    buffer = io.BytesIO()
-    info = zipfile.ZipInfo(path)
-    info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(info, target)
-    return buffer.getvalue()
-
-
 def packed(files: Mapping[str, bytes], packing: Packing) -> bytes:
     """Pack files in any of the packings."""
-    if packing == "zip":
-        return zip_of(files)
     if packing == "tar+gzip":
         return gzip.compress(tar_of(files))
     if packing == "tar+zstd":

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from argosy_fetcher.model_fetch import fetch_model
-from argosy_fetcher.progress import Silent
+from argosy_fetcher.progress import Progress
 from argosy_fetcher.source import Chunk, RemoteFile
 from argosy_fetcher.store import Store
 from argosy_fetcher.transfer import TransferSettings
@@ -55,7 +55,7 @@ class _LockStepSource(ScriptedSource):
             yield chunk
 
 
-class _NotedWaits(Silent):
+class _NotedWaits(Progress):
     def note(self, text: str) -> None:
         if "waiting" in text:
             os.write(1, b"w")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from argosy_fetcher.progress import Progress
 from argosy_protocol.reports import Phase
 
 
-class RecordedProgress:
+class RecordedProgress(Progress):
     def __init__(self) -> None:
         self.events: list[str] = []
         """Names of the calls but `advance` and `note`, in order."""

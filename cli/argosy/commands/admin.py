@@ -20,7 +20,7 @@ import msgspec
 
 from argosy.errors import OK, CommandError, UsageError, reason
 from argosy.local.control import choose_state_dir, connect, status_of
-from argosy.terminal import Parser, add_state_dir, table
+from argosy.terminal import Parser, add_output, add_state_dir, print_json, table
 from argosy_fetcher.progress import printable
 from argosy_protocol.headers import internal_key
 from argosy_protocol.reports import ADMIN_KEY_UID
@@ -165,9 +165,7 @@ def route(argv: Sequence[str]) -> int:
         help="believe any certificate of an https:// admin port: it is for the name that clients use",
     )
     parser.add_argument("--admin-key", default="", metavar="KEY", help="its key, if it has one")
-    parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
-    )
+    add_output(parser)
     add_state_dir(parser)
     options = parser.parse_args(argv)
     url, key = admin_port(options.admin_url, options.state_dir, options.admin_key, in_cluster=_IN_CLUSTER)
@@ -185,7 +183,7 @@ def route(argv: Sequence[str]) -> int:
         )
         text = _render(answer)
     if options.output == "json":
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n")
+        print_json(answer)
     else:
         print(text)
     return OK

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from argosy.errors import OK, UsageError
-from argosy.terminal import Parser, table
+from argosy.terminal import Parser, add_output, print_json, table
 from argosy_router.observability.lines import (
     MOONCAKE_BLOCK_TOKENS,
     TraceError,
@@ -66,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     if options.output == "json":
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
+        print_json(results)
     else:
         tokens = sum(request.input_tokens for request in requests)
         print(
@@ -127,9 +125,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--write-trace", type=Path, metavar="FILE", help="also write the trace that was replayed"
     )
-    parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
-    )
+    add_output(parser)
     return parser
 
 

@@ -59,7 +59,7 @@ from argosy.local.control import (
     current_status,
     tail,
 )
-from argosy.terminal import Parser, add_state_dir, table, with_state_dir
+from argosy.terminal import Parser, add_output, add_state_dir, table, with_state_dir
 from argosy_fetcher.progress import printable
 from argosy_protocol.headers import internal_key
 from argosy_protocol.reports import ADMIN_KEY_UID
@@ -272,18 +272,13 @@ def why(argv: Sequence[str], *, cluster: bool = False) -> int:
             action="store_true",
             help="ask the cluster of kubectl instead of the local fleet; so do the next two options",
         )
-    parser.add_argument("-n", "--namespace", help="namespace of the service (kubectl's own)")
-    parser.add_argument("--context", help="context of kubectl (the current one)")
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="format (%(default)s)"
-    )
+    _add_cluster(parser)
+    add_output(parser, "text")
     if not cluster:
         add_state_dir(parser)
     options = parser.parse_args(argv)
     if cluster or options.cluster or options.namespace or options.context:
-        words = [f"--namespace={options.namespace}"] if options.namespace else []
-        words += [f"--context={options.context}"] if options.context else []
-        found = in_cluster(Kubectl(words), options.name)
+        found = in_cluster(_kubectl(options), options.name)
     else:
         found = _in_local_fleet(options.name, options.state_dir)
     if options.output == "json":
@@ -304,13 +299,9 @@ def in_cluster(kubectl: Kubectl, name: str | None) -> Diagnosis:
     Raises:
         CommandError: there is no such service, or the cluster does not answer.
     """
-    try:
+    with _services_named(kubectl):
         name = name or _only([each["metadata"]["name"] for each in kubectl.get(_RESOURCE)["items"]])
         service = kubectl.get(_RESOURCE, name)
-    except NoSuchKind:
-        raise CommandError(NO_SERVICES) from None
-    except NotFound as error:
-        raise CommandError(with_names(kubectl, str(error))) from None
     unread, pods = "", []
     try:
         pods = kubectl.get("pods", "--selector", selector(name))["items"]
@@ -396,6 +387,17 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
 
 
+@contextmanager
+def _services_named(kubectl: Kubectl) -> Iterator[None]:
+    """Say which services there are, where one or their kind does not exist."""
+    try:
+        yield
+    except NoSuchKind:
+        raise CommandError(NO_SERVICES) from None
+    except NotFound as error:
+        raise CommandError(with_names(kubectl, str(error))) from None
+
+
 def with_names(kubectl: Kubectl, message: str) -> str:
     """A message that a service does not exist, with those that do."""
     try:
@@ -454,10 +456,8 @@ def top(argv: Sequence[str]) -> int:
     _add_cluster(parser)
     options = parser.parse_args(argv)
     kubectl, everywhere = _kubectl(options), ["--all-namespaces"] if options.all_namespaces else []
-    try:
+    with _services_named(kubectl):
         services = kubectl.get(_RESOURCE, *everywhere)["items"]
-    except NoSuchKind:
-        raise CommandError(NO_SERVICES) from None
     if not services:
         where = "the cluster" if everywhere else "this namespace; -A lists those of all"
         sys.stderr.write(f"there are no services in {where}\n")
@@ -505,12 +505,8 @@ def _require_pods(kubectl: Kubectl, name: str) -> None:
         return
     if pods:
         return
-    try:
+    with _services_named(kubectl):
         where = kubectl.get(_RESOURCE, name)["metadata"].get("namespace", "default")
-    except NoSuchKind:
-        raise CommandError(NO_SERVICES) from None
-    except NotFound as error:
-        raise CommandError(with_names(kubectl, str(error))) from None
     raise CommandError(
         f"the service {name!r} has no pods, so no logs; `kubectl argosy why {name} -n {where}` says why"
     )
@@ -529,8 +525,8 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("--router-namespace", default="argosy-system", help="of the release (%(default)s)")
     parser.add_argument("--fleet-key-secret", default="argosy-fleet-key", help="its Secret (%(default)s)")
     parser.add_argument("--context", help="context of kubectl (the current one)")
-    own, _, rest = _split(argv)
-    options = parser.parse_args(own)
+    at = argv.index("--") if "--" in argv else len(argv)
+    options, rest = parser.parse_args(argv[:at]), argv[at + 1 :]
     options.namespace = options.router_namespace
     kubectl = _kubectl(options)
     try:
@@ -556,15 +552,6 @@ def explain(argv: Sequence[str]) -> int:
         url = f"{'https' if speaks_tls else 'http'}://127.0.0.1:{port}"
         insecure = ["--insecure"] if speaks_tls else []
         return admin.route([*words, "--admin-url", url, "--admin-key", admin_key, *insecure, *rest])
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """The words before and behind `--`."""
-    words = list(argv)
-    if "--" not in words:
-        return words, False, []
-    at = words.index("--")
-    return words[:at], True, words[at + 1 :]
 
 
 def _row(service: Mapping[str, Any], restarts: Mapping[tuple[str, str], int]) -> tuple[str, ...]:

@@ -23,17 +23,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from argosy.diagnosis import is_unreachable
 from argosy.errors import OK, CommandError, UsageError, ends_at_sigterm
 from argosy.terminal import (
     Parser,
+    add_output,
     age,
     age_seconds,
     percent_or_bytes,
     port,
     positive_seconds,
+    print_json,
     size_bytes,
     table,
 )
@@ -47,7 +47,7 @@ from argosy_fetcher.errors import (
     NoSpace,
     TransientError,
 )
-from argosy_fetcher.progress import Progress, duration_text, printable, progress_display, size_text
+from argosy_fetcher.progress import Progress, printable, progress_display, size_text
 from argosy_fetcher.progress_server import ProgressMeter, ProgressServer
 from argosy_fetcher.pull import PulledModel, find_model, open_store, pull_model
 from argosy_fetcher.source_uri import SourceUri, from_argument
@@ -56,6 +56,7 @@ from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import StoredModel, equal_revisions, source_directory
 from argosy_fetcher.store_tree import PruneLimits, TreePruned, prune_tree
 from argosy_protocol.program.listen import CannotListen
+from argosy_protocol.reports import duration_text
 
 MIN_FREE_ENV: Final = "ARGOSY_MIN_FREE"
 _HEADER: Final = ("MODEL", "REVISION", "SIZE", "USED", "STATE")
@@ -96,29 +97,44 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="list, pull, path, rm or prune")
-    _add_list(commands)
+    text = "List the models in the store, what interrupted fetches have left, and what other programs have damaged."
+    add_output(_command(commands, _list, "list", "list the models", text))
     _add_pull(commands)
-    _add_path(commands)
-    _add_rm(commands)
+    text = "Print the directory of a model that the store has. Makes no request."
+    _add_model(_command(commands, _path, "path", "print a model's directory", text))
+    text = "Remove a model: all its revisions, unless one is given. A model that an engine uses stays."
+    _add_model(_command(commands, _rm, "rm", "remove a model", text))
     _add_prune(commands)
     usages = [command.format_usage().removeprefix("usage: ") for command in commands.choices.values()]
     parser.epilog = "usages:\n" + "".join(f"  {' '.join(usage.split())}\n" for usage in usages)
     return parser
 
 
-def _add_list(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "List the models in the store, what interrupted fetches have left, and what other programs have damaged."
-    parser = commands.add_parser("list", help="list the models", description=text)
+def _command(
+    commands: argparse._SubParsersAction[Parser],
+    run: Callable[[argparse.Namespace], int],
+    name: str,
+    short: str,
+    description: str,
+) -> Parser:
+    parser = commands.add_parser(name, help=short, description=description)
     parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
+        "--download-dir",
+        metavar="DIR",
+        help="the store's directory ($ARGOSY_MODELS_DIR, else a folder of the user's cache)",
     )
-    _add_download_dir(parser)
-    parser.set_defaults(run=_list)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "Fetch a model unless the store has it, and print its directory."
-    parser = commands.add_parser("pull", help="fetch a model", description=text)
+    parser = _command(
+        commands,
+        _pull,
+        "pull",
+        "fetch a model",
+        "Fetch a model unless the store has it, and print its directory.",
+    )
     _add_model(parser)
     parser.add_argument(
         "--refresh",
@@ -157,29 +173,16 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PATH",
         help="make PATH a symbolic link to the directory, for an engine that does not know the store",
     )
-    _add_download_dir(parser)
-    parser.set_defaults(run=_pull)
-
-
-def _add_path(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "Print the directory of a model that the store has. Makes no request."
-    parser = commands.add_parser("path", help="print a model's directory", description=text)
-    _add_model(parser)
-    _add_download_dir(parser)
-    parser.set_defaults(run=_path)
-
-
-def _add_rm(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "Remove a model: all its revisions, unless one is given. A model that an engine uses stays."
-    parser = commands.add_parser("rm", help="remove a model", description=text)
-    _add_model(parser)
-    _add_download_dir(parser)
-    parser.set_defaults(run=_rm)
 
 
 def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
-    text = "Remove the models that were not used for longest. A model that an engine uses stays."
-    parser = commands.add_parser("prune", help="remove models by age and size", description=text)
+    parser = _command(
+        commands,
+        _prune,
+        "prune",
+        "remove models by age and size",
+        "Remove the models that were not used for longest. A model that an engine uses stays.",
+    )
     parser.add_argument(
         "--tree",
         metavar="DIR",
@@ -203,8 +206,6 @@ def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FREE",
         help="with --tree: remove until so much of the disk is free: 20%%, 100G",
     )
-    _add_download_dir(parser)
-    parser.set_defaults(run=_prune)
 
 
 def _add_model(parser: Parser) -> None:
@@ -212,14 +213,6 @@ def _add_model(parser: Parser) -> None:
         "model", help="ORG/NAME of a Hugging Face hub, or hf://, s3://, gs://, oci://, https://"
     )
     parser.add_argument("--revision", metavar="REV", default="", help="branch, tag, commit or digest")
-
-
-def _add_download_dir(parser: Parser) -> None:
-    parser.add_argument(
-        "--download-dir",
-        metavar="DIR",
-        help="the store's directory ($ARGOSY_MODELS_DIR, else a folder of the user's cache)",
-    )
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -231,7 +224,7 @@ def _list(options: argparse.Namespace) -> int:
     ]
     if options.output == "json":
         rows = [_as_json(model, state) for model, state in models]
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+        print_json(rows)
         return OK
     now = time.time()
     print(table(_HEADER, [_row(model, state, now) for model, state in models]))

@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import msgspec
-
 from argosy.errors import OK, CommandError
 from argosy.local.control import (
     BATCH_LOG,
@@ -34,23 +32,21 @@ from argosy.local.control import (
     status_of,
     tail,
 )
-from argosy.terminal import Parser, add_state_dir, age, table
+from argosy.terminal import Parser, add_output, add_state_dir, age, print_json, table
 
 _HEADER = ("REPLICA", "MODEL", "STATE", "REVISION", "RESTARTS", "INFLIGHT", "PID", "URL", "AGE", "REASON")
 
 
 def ps(argv: Sequence[str]) -> int:
     parser = Parser(prog="argosy ps", description="List services and replicas.")
-    parser.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)"
-    )
+    add_output(parser)
     add_state_dir(parser)
     options = parser.parse_args(argv)
     status = current_status(
         choose_state_dir(options.state_dir), in_cluster="`kubectl argosy top -A` asks a cluster"
     )
     if options.output == "json":
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
+        print_json(status)
     else:
         print(_render(status, time.time()))
     return OK

@@ -126,13 +126,11 @@ class Process:
                     own = Path("/proc/self/oom_score_adj").read_text()
                     (stat.parent / "oom_score_adj").write_text(own)
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the child only, which stops its own children in order."""
-        self._signal(signal.SIGTERM)
-
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to the whole group if the child has not ended after `grace_s`."""
-        self.terminate()
+        """Send SIGTERM to the child, which stops its own children in order, and SIGKILL to the whole group if the child
+        has not ended after `grace_s`."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await self.ended.wait()
@@ -140,14 +138,15 @@ class Process:
             self.kill()
             await self.ended.wait()
 
+    async def end(self) -> None:
+        """Send SIGKILL unless the child has ended, and wait until it has, even if the caller is cancelled."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(self.stop(0.0))
+
     def kill(self) -> None:
         """Send SIGKILL to the whole group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(number)
 
     async def _reap(self) -> None:
         output = self._process.stdout

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -288,31 +288,13 @@ class Refused(Struct, frozen=True, kw_only=True, tag=True):
 
 Reply = FleetStatus | Refused
 
-_requests: Final = msgspec.json.Decoder(Request)
-_replies: Final = msgspec.json.Decoder(Reply)
-_encoder: Final = msgspec.json.Encoder()
+decode_request: Final = msgspec.json.Decoder(Request).decode
+"""Raises msgspec.DecodeError if a line is no request (ValidationError included)."""
+_decode_reply: Final = msgspec.json.Decoder(Reply).decode
 
 
 def encode(message: Request | Reply) -> bytes:
-    return _encoder.encode(message) + b"\n"
-
-
-def decode_request(line: bytes) -> Request:
-    """Decode a request.
-
-    Raises:
-        msgspec.DecodeError: it is not one (ValidationError included).
-    """
-    return _requests.decode(line)
-
-
-def decode_reply(line: bytes) -> Reply:
-    """Decode a reply.
-
-    Raises:
-        msgspec.DecodeError: it is not one (ValidationError included).
-    """
-    return _replies.decode(line)
+    return msgspec.json.encode(message) + b"\n"
 
 
 SUPERVISOR = (sys.executable, "-P", "-m", "argosy.local.supervisor")
@@ -353,7 +335,7 @@ class ControlClient:
                 return None
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        reply = decode_reply(line)
+        reply = _decode_reply(line)
         if isinstance(reply, Refused):
             raise CommandError(reply.message)
         return reply
@@ -378,13 +360,9 @@ def status_of(connection: socket.socket | None, timeout_s: float) -> FleetStatus
     """Ask a supervisor for the fleet's state; None without one, or if it does not answer in time."""
     if connection is None:
         return None
-    client = ControlClient(connection, Watch())
-    try:
+    with closing(ControlClient(connection, Watch())) as client, suppress(TimeoutError):
         return client.next_status(timeout_s)
-    except TimeoutError:
-        return None
-    finally:
-        client.close()
+    return None
 
 
 def current_status(state: StateDir, *, in_cluster: str = "") -> FleetStatus:
@@ -393,13 +371,13 @@ def current_status(state: StateDir, *, in_cluster: str = "") -> FleetStatus:
     Raises:
         CommandError: none is running, it does not answer, or it is just ending.
     """
-    client = ControlClient(connect(state, in_cluster=in_cluster), Watch())
-    try:
-        status = client.next_status(_ANSWER_S)
-    except TimeoutError:
-        raise CommandError("the supervisor does not answer; `argosy logs supervisor` may show why") from None
-    finally:
-        client.close()
+    with closing(ControlClient(connect(state, in_cluster=in_cluster), Watch())) as client:
+        try:
+            status = client.next_status(_ANSWER_S)
+        except TimeoutError:
+            raise CommandError(
+                "the supervisor does not answer; `argosy logs supervisor` may show why"
+            ) from None
     if status is None:
         raise CommandError("the fleet is just ending; try again")
     return status

@@ -186,8 +186,7 @@ class Replica:
             if self._retired.is_set():
                 await self._leave(process)
         finally:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(process.stop(0.0))
+            await process.end()
             self.pid = None
 
     async def _serve(self, process: Process) -> None:
@@ -362,8 +361,7 @@ class RouterProcess:
             following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(process.stop(0.0))
+            await process.end()
         return process
 
     def stop(self, grace_s: float) -> None:
@@ -477,7 +475,6 @@ class BatchProcess:
             await first_of(process.ended, self._stopped)
             await process.stop(STOP_S)
         finally:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(process.stop(0.0))
+            await process.end()
             self.pid = None
         return process.outcome

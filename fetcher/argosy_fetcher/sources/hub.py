@@ -2,12 +2,12 @@
 
 Owns the list of a model's files at one commit, reads of ranges of their content, and what a hub's refusals mean. Must
 not know stores, retries or which files are served. Invariants: every read is of the commit that `snapshot` returned;
-the token goes to the hub's own origin only, and is in no message and in no `repr`, even if a server sends it back; no
-message holds a query, which may be a signature.
+the token is in no message and in no `repr`, even if a server sends it back.
 
-huggingface_hub finds tokens; lists and content are read with httpx, because that library reads lists of any length and
-only whole files. The hub answers for a large file with the signed, short-lived address of another host. Such an address
-is kept for the file's next ranges until one of them fails, and asked for once more at once when its host refuses it.
+huggingface_hub finds tokens, addresses and names. Lists and content are read with `SourceClient`: that library reads a
+list of any length, and downloads whole files in one stream each, whose digest it does not check. The hub answers for a
+large file with the signed, short-lived address of another host. Such an address is kept for the file's next ranges
+until one of them fails, and asked for once more at once when its host refuses it.
 
     HF_ENDPOINT                         the hub; https://huggingface.co if not set
     HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the token, or where `hf auth login` has left it
@@ -18,13 +18,10 @@ is kept for the file's next ranges until one of them fails, and asked for once m
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import closing
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote, urlsplit
@@ -35,6 +32,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from argosy_fetcher.errors import (
     AccessDenied,
@@ -50,33 +48,21 @@ from argosy_fetcher.source import MAX_FILE_BYTES, MAX_FILES, Chunk, Digest, Remo
 from argosy_fetcher.source_uri import is_loopback
 from argosy_fetcher.sources.http import (
     MalformedDocument,
-    cut,
+    SourceClient,
     decode_document,
     is_transient,
     is_unknown_host,
     is_untrusted,
-    origin,
-    read_bounded,
-    trusted,
+    retry_after_s,
     unknown_host,
-    untrusted,
 )
-from argosy_fetcher.sources.registry import hub_address, hub_source_name, is_true
-from argosy_protocol import __version__
+from argosy_fetcher.sources.registry import hub_address, hub_source_name, is_true, read_text
 
 if TYPE_CHECKING:
     from argosy_fetcher.source_uri import SourceUri
 
-_TIMEOUT: Final = httpx.Timeout(30.0, connect=10.0)
-"""Of a connection's set-up and of each wait for bytes. The whole of a slow transfer may take longer."""
-_LIST_TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)
-"""The hub takes seconds to list the sizes of thousands of files."""
-_MAX_REDIRECTS: Final = 5
-_MAX_PROBE_BYTES: Final = 4096
-"""Of the answer to a request for one byte."""
 _UNSIGNED: Final = frozenset((400, 401, 403, 404, 410))
 """What storage answers to an address that is not valid any more. Amazon's says 403, Google's 400."""
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15}|\*)")
 
 
 class HubSource:
@@ -96,13 +82,11 @@ class HubSource:
         self._credentials = credentials
         self._endpoint = endpoint(credentials)
         self._name = hub_source_name(uri.location, credentials)
-        self._model = self._model_of(None)
+        self._model = HubModel(str(self._endpoint), self._repo_id, self._revision, None)
         self._commit = ""
-        self._client: httpx.Client | None = None
+        self._client: HubClient | None = None
         self._addresses: dict[str, httpx.URL] = {}
         """Where the content of files was found, by path."""
-        self._reads_ranges: bool | None = None
-        """Whether the host of the files' content sends parts of them; None if it was not asked yet."""
 
     @property
     def name(self) -> str:
@@ -124,20 +108,26 @@ class HubSource:
             TransientError: the hub does not answer, limits the rate of requests, or fails.
         """
         if is_offline(self._credentials):
-            raise self._offline()
+            raise Offline(
+                f"{self._model.name} is not in the store, and offline mode (HF_HUB_OFFLINE or ARGOSY_OFFLINE) forbids "
+                "to ask the hub; fetch it once with offline mode off"
+            )
         token = find_token(self._credentials)
         if token and self._endpoint.scheme == "http" and not is_loopback(self._endpoint.host):
             raise AccessDenied(
                 f"{self._model.name}: {self._endpoint} is not encrypted and would show the token to the network; let "
                 "HF_ENDPOINT begin with https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1 to send no token"
             )
-        self._model = self._model_of(token)
+        self._model = replace(self._model, token=token)
         if self._client is None:
-            self._client = _make_client(self._credentials)
+            self._client = HubClient(self._endpoint, self._credentials)
+        self._client.use(self._model)
         try:
-            self._commit, files = decode_listing(self._list(), self._revision)
+            self._commit, files = decode_listing(self._list(self._client), self._revision)
         except MalformedDocument as error:
-            raise self._malformed(str(error)) from None
+            raise FetchError(
+                f"{self._model.name}: the answer of {self._endpoint} cannot be used: {error}{HubClient.ADVICE}"
+            ) from None
         self._addresses.clear()
         return Snapshot(self.name, self._commit, files)
 
@@ -153,39 +143,20 @@ class HubSource:
         left = stop - start
         if left <= 0:
             return
+        where = f"{self._model.name}: {file.path}"
         try:
-            with closing(self._open(file, start, stop)) as response:
-                skipped = self._bytes_before(response, file, start)
-                for chunk in cut(response.iter_raw(), skipped, left):
-                    left -= len(chunk)
-                    yield chunk
-                    if not left and response.status_code != 206:
-                        return  # the rest of the file is not waited for
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            host = error.request.url
-            raise unreachable(self._model, error, "" if self._is_hub(host) else host.host) from error
-        except httpx.HTTPError as error:
-            raise TransientError(
-                f"{self._model.name}: {file.path}: connection lost: {reason(error)}"
-            ) from error
+            response = self._open(self._client, file, start, stop)
+            for chunk in self._client.part(response, file.size, start, stop, where):
+                left -= len(chunk)
+                yield chunk
         finally:
             if left > 0:  # the next attempt asks the hub, which may know a host that is well
                 self._addresses.pop(file.path, None)
 
     def can_read_ranges(self, file: RemoteFile) -> bool:
-        """Whether content begins at the byte that is asked for. Asks once: one host has all of a repository's content.
-
-        If it does not answer, that is left to reads to find out.
-        """
-        if self._reads_ranges is None:
-            try:
-                with closing(self._open(file, file.size - 1, file.size)) as response:
-                    self._reads_ranges = response.status_code == 206
-                    if self._reads_ranges:  # a body that was read leaves a connection that can be used again
-                        read_bounded(response.iter_raw(), _MAX_PROBE_BYTES, file.path)
-            except (FetchError, TransientError, httpx.HTTPError):
-                self._reads_ranges = True
-        return self._reads_ranges
+        client = self._client
+        assert client is not None, "read before snapshot"
+        return client.sends_ranges(lambda: self._open(client, file, file.size - 1, file.size))
 
     def local_copy(self, file: RemoteFile) -> Path | None:
         """Return the file in Hugging Face's own cache, if it is there with the right size; the caller checks its hash.
@@ -207,152 +178,87 @@ class HubSource:
         if self._client is not None:
             self._client.close()
 
-    # The list of files
-
-    def _list(self) -> bytes:
+    def _list(self, client: HubClient) -> bytes:
         url = f"{self._endpoint}/api/models/{self._repo_id}"
         if self._revision:
             url += f"/revision/{quote(self._revision, safe='')}"
-        try:
-            response = self._follow(httpx.URL(f"{url}?blobs=true"), {}, _LIST_TIMEOUT)
-            with closing(response):
-                if not response.is_success:
-                    raise error_of(self._model, response.status_code, response.headers)
-                what = f"{self._model.name}: the list of files"
-                return read_bounded(response.iter_raw(), MAX_LISTING_BYTES, what)
-        except httpx.HTTPError as error:
-            raise unreachable(self._model, error) from error
+        what = f"{self._model.name}: the list of files"
+        response = client.get(httpx.URL(f"{url}?blobs=true"), what, {})
+        if not response.is_success:
+            response.close()
+            raise error_of(self._model, response.status_code, response.headers)
+        return client.document(response, MAX_LISTING_BYTES, what)
 
-    # The content of files
-
-    def _open(self, file: RemoteFile, start: int, stop: int, *, may_ask_again: bool = True) -> httpx.Response:
+    def _open(
+        self, client: HubClient, file: RemoteFile, start: int, stop: int, *, may_ask_again: bool = True
+    ) -> httpx.Response:
         """Return a successful response with the file's content at or before `start`; the caller closes it."""
+
+        def check(response: httpx.Response) -> None:
+            if client.is_own(response.url) and response.status_code < 400:
+                self._check_same(response.headers, file)
+
         url = httpx.URL(
             hf_hub_url(self._repo_id, file.path, revision=self._commit, endpoint=str(self._endpoint))
         )
         known = self._addresses.get(file.path)
-        response = self._follow(known or url, {"Range": f"bytes={start}-{stop - 1}"}, _TIMEOUT, file)
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        response = client.get(known or url, f"{self._model.name}: {file.path}", headers, check)
         if response.is_success:
             if response.url != url:
                 self._addresses[file.path] = response.url
             return response
         response.close()
-        is_signed = known is not None or not self._is_hub(response.url)
-        if is_signed and may_ask_again and response.status_code in _UNSIGNED:
+        is_hub = client.is_own(response.url)
+        if (known is not None or not is_hub) and may_ask_again and response.status_code in _UNSIGNED:
             if self._addresses.get(file.path) is known:  # another thread may have a newer address already
                 self._addresses.pop(file.path, None)
-            return self._open(file, start, stop, may_ask_again=False)
-        if self._is_hub(response.url):
+            return self._open(client, file, start, stop, may_ask_again=False)
+        if is_hub:
             raise error_of(self._model, response.status_code, response.headers, file.path)
         raise storage_error(self._model, response.url.host, response.status_code, response.headers, file.path)
 
-    def _follow(
-        self,
-        url: httpx.URL,
-        headers: Mapping[str, str],
-        timeout: httpx.Timeout,
-        file: RemoteFile | None = None,
-    ) -> httpx.Response:
-        """Send a GET, and follow redirects. The token goes to the hub's own origin only.
+    def _check_same(self, headers: httpx.Headers, file: RemoteFile) -> None:
+        """Check that the hub's headers are those of the snapshot. Mirrors may lack some, or have ETags of another kind.
 
-        Args:
-            file: what the answer must be about.
+        Raises:
+            SourceChanged: they are not.
         """
-        for _ in range(_MAX_REDIRECTS):
-            response = self._send(url, headers, timeout)
-            is_answer = file is not None and self._is_hub(url) and response.status_code < 400
-            if file is not None and is_answer and not self._is_same(response.headers, file):
-                response.close()
-                raise SourceChanged(
-                    f"{self._model.name}: {self._endpoint} has another {file.path} now than when it listed the files; "
-                    "fetch the model anew"
-                )
-            if not response.has_redirect_location:
-                return response
-            response.close()
-            url = self._target(response, "the list of files" if file is None else file.path)
-        where = "" if file is None else f"{file.path}: "
-        raise TransientError(f"{self._model.name}: {where}more than {_MAX_REDIRECTS} redirects")
-
-    def _send(self, url: httpx.URL, headers: Mapping[str, str], timeout: httpx.Timeout) -> httpx.Response:
-        assert self._client is not None
-        request = self._client.build_request("GET", url, headers=headers, timeout=timeout)
-        if self._model.token and self._is_hub(url):
-            request.headers["Authorization"] = f"Bearer {self._model.token}"
-        try:
-            return self._client.send(request, stream=True)
-        except httpx.ConnectError as error:
-            if is_untrusted(error):
-                raise untrusted(self._model.name, url.host) from None
-            raise
-
-    def _target(self, response: httpx.Response, what: str) -> httpx.URL:
-        assert response.next_request is not None
-        target = response.next_request.url
-        if target.scheme not in ("https", "http") or not target.host or target.userinfo:
-            raise self._malformed(f"{what}: the redirect leads to no web server")
-        if response.url.scheme == "https" and target.scheme != "https":
-            raise self._malformed(f"{what}: the redirect leaves https:// for {target.host}")
-        return target
-
-    def _is_same(self, headers: httpx.Headers, file: RemoteFile) -> bool:
-        """Whether the hub's headers are those of the snapshot. Mirrors may lack some, or have ETags of another kind."""
         etag = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
-        size = headers.get("x-linked-size") or str(file.size)
-        return (
+        is_same = (
             headers.get("x-repo-commit", self._commit) == self._commit
             and (etag == file.version or len(etag) != len(file.version))
-            and size == str(file.size)
+            and (headers.get("x-linked-size") or str(file.size)) == str(file.size)
         )
-
-    def _bytes_before(self, response: httpx.Response, file: RemoteFile, start: int) -> int:
-        """Return how many bytes of the response come before `start`: none, unless the server ignores ranges."""
-        where = f"{self._model.name}: {file.path}: {response.url.host}"
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise TransientError(f"{where} compresses the file, although it was asked not to")
-        if response.status_code == 200:
-            length = response.headers.get("content-length", str(file.size))
-            if length != str(file.size):
-                raise SourceChanged(
-                    f"{where} has a file of {length[:20]} bytes instead of {file.size}; fetch the model anew"
-                )
-            return start
-        found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
-        if response.status_code != 206 or found is None or int(found[1]) != start:
-            raise TransientError(f"{where} answers with another range than the one that it was asked for")
-        if found[3] not in ("*", str(file.size)):
+        if not is_same:
             raise SourceChanged(
-                f"{where} has a file of {found[3]} bytes instead of {file.size}; fetch the model anew"
+                f"{self._model.name}: {self._endpoint} has another {file.path} now than when it listed the files; "
+                "fetch the model anew"
             )
-        return 0
-
-    def _is_hub(self, url: httpx.URL) -> bool:
-        return origin(url) == origin(self._endpoint)
-
-    # Messages
-
-    def _model_of(self, token: str | None) -> HubModel:
-        return HubModel(str(self._endpoint), self._repo_id, self._revision, token)
-
-    def _offline(self) -> Offline:
-        return Offline(
-            f"{self._model.name} is not in the store, and offline mode (HF_HUB_OFFLINE or ARGOSY_OFFLINE) forbids to "
-            "ask the hub; fetch it once with offline mode off"
-        )
-
-    def _malformed(self, what: str) -> FetchError:
-        return FetchError(
-            f"{self._model.name}: the answer of {self._endpoint} cannot be used: {what}; check HF_ENDPOINT, which must "
-            "be a Hugging Face hub or a mirror of one"
-        )
 
 
-def _make_client(credentials: Mapping[str, str]) -> httpx.Client:
-    # They log every address and redirect, and signed addresses are credentials.
-    for name in ("httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    headers = {"User-Agent": f"argosy/{__version__}", "Accept-Encoding": "identity"}
-    return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=trusted(credentials))
+class HubClient(SourceClient):
+    """Requests to a hub, and to the hosts of files' content."""
+
+    FAULT = TransientError
+    ADVICE = "; check HF_ENDPOINT, which must be a Hugging Face hub or a mirror of one"
+
+    def use(self, model: HubModel) -> None:
+        """Ask for this model from now on, with its token."""
+        self._model = model
+        self.authorization = f"Bearer {model.token}" if model.token else ""
+
+    def may_be_plain(self, url: httpx.URL, target: httpx.URL) -> bool:
+        return url.scheme == "http"
+
+    def failure(self, error: httpx.HTTPError | httpx.InvalidURL, where: str) -> FetchError | TransientError:
+        if isinstance(error, httpx.InvalidURL) or is_untrusted(error):
+            return super().failure(error, self._model.name)
+        url = error.request.url
+        is_list = "Range" not in error.request.headers
+        if is_list or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+            return unreachable(self._model, error, "" if self.is_own(url) else url.host)
+        return TransientError(f"{where}: connection lost: {reason(error)}")
 
 
 MAX_LISTING_BYTES: Final = 32 << 20
@@ -493,13 +399,13 @@ def is_offline(credentials: Mapping[str, str]) -> bool:
 
 def _read(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TOKEN_BYTES + 1)
+        text = read_text(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise AccessDenied(f"the hub's token cannot be read: {path}: {error.strerror}") from None
-    text = content.decode("utf-8", "replace")
+    except ValueError as error:
+        raise AccessDenied(f"{path} is not a token: {error}") from None
     return _checked(text, str(path)) if text.strip() else None
 
 
@@ -515,8 +421,6 @@ def _expand(path: str) -> Path:
     return Path(os.path.expandvars(path)).expanduser()
 
 
-_RATE_LIMIT: Final = re.compile(r'"\w+"\s*;\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})')
-"""The hub's own header, after draft-ietf-httpapi-ratelimit-headers: nothing remains for so many seconds."""
 _MAX_MESSAGE_CHARACTERS: Final = 200
 
 
@@ -628,23 +532,6 @@ def unreachable(model: HubModel, error: Exception, storage_host: str = "") -> Tr
 def reason(error: Exception) -> str:
     """Return an error of a transport as text, which may be empty in some libraries."""
     return _line(str(error)) or type(error).__name__
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return how many seconds a server asks to wait, from `Retry-After` or the hub's `RateLimit`; None if neither.
-
-    A date counts from the server's own `Date`, so that clocks need not agree.
-    """
-    value = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"\d{1,9}", value):
-        return float(value)
-    try:
-        until, now = parsedate_to_datetime(value), parsedate_to_datetime(headers.get("date", ""))
-        return max((until - now).total_seconds(), 0.0)
-    except (TypeError, ValueError):
-        pass
-    found = _RATE_LIMIT.search(headers.get("ratelimit", ""))
-    return float(found[1]) if found else None
 
 
 def _transient(model: HubModel, status: int, headers: Mapping[str, str]) -> TransientError:

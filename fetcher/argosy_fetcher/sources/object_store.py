@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -496,29 +496,29 @@ def _credentials(source: str, credentials: Mapping[str, str]) -> S3Config:
         raise AccessDenied(f"{source}: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are needed together")
     if key:
         return _keys(source, key, secret, credentials.get("AWS_SESSION_TOKEN", ""))
-    role, token_file = credentials.get("AWS_ROLE_ARN"), credentials.get("AWS_WEB_IDENTITY_TOKEN_FILE")
-    if role and token_file:
-        return _web_identity(role, token_file, credentials)
+    if _are_set(credentials, "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return _named(
+            credentials, "role_arn", "web_identity_token_file", "role_session_name", "endpoint_url_sts"
+        )
     if (config := _profile_keys(source, credentials)) is not None:
         return config
-    if path := credentials.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
-        return {"container_credentials_relative_uri": path}
-    url = credentials.get("AWS_CONTAINER_CREDENTIALS_FULL_URI")
-    token_file = credentials.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
-    if url and token_file:
-        return {"container_credentials_full_uri": url, "container_authorization_token_file": token_file}
+    if _are_set(credentials, "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
+        return _named(credentials, "container_credentials_relative_uri")
+    if _are_set(credentials, "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
+        return _named(credentials, "container_credentials_full_uri", "container_authorization_token_file")
     if metadata := role_service(credentials):
         return {"metadata_endpoint": metadata}
     return {"skip_signature": True}
 
 
-def _web_identity(role: str, token_file: str, credentials: Mapping[str, str]) -> S3Config:
-    config: S3Config = {"role_arn": role, "web_identity_token_file": token_file}
-    if session := credentials.get("AWS_ROLE_SESSION_NAME"):
-        config["role_session_name"] = session
-    if url := credentials.get("AWS_ENDPOINT_URL_STS"):
-        config["endpoint_url_sts"] = url  # type: ignore[typeddict-unknown-key]
-    return config
+def _are_set(credentials: Mapping[str, str], *names: str) -> bool:
+    return all(credentials.get(name) for name in names)
+
+
+def _named(credentials: Mapping[str, str], *keys: str) -> S3Config:
+    """Return obstore's options that are named like the variables of the AWS tools, as far as these are set."""
+    found = {key: credentials.get(f"AWS_{key.upper()}") for key in keys}
+    return cast("S3Config", {key: value for key, value in found.items() if value})
 
 
 def _keys(source: str, key: str, secret: str, token: str) -> S3Config:

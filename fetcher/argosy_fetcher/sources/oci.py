@@ -2,8 +2,7 @@
 
 Owns the way from a reference to files: requests to one repository, manifests, and the conventions by which models are
 packaged in layers. Invariants: what is listed belongs to one manifest, whose digest was checked and is the revision; an
-index leads to one of its manifests first. An Authorization header goes to the registry's own scheme, host and port
-only, never along a redirect to another. A decoded document is either a manifest or an index, never both
+index leads to one of its manifests first. A decoded document is either a manifest or an index, never both
 (GHSA-77vh-xpmg-72qh). Every path that is listed is safe, and no two files have the same.
 
 Protocol: https://github.com/opencontainers/distribution-spec/blob/main/spec.md. Packagings:
@@ -27,26 +26,17 @@ import hashlib
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import httpx
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from argosy_fetcher.errors import FetchError, HashMismatch, SourceChanged, TransientError, UnsupportedModel
+from argosy_fetcher.errors import HashMismatch, SourceChanged, UnsupportedModel
 from argosy_fetcher.source import MAX_FILE_BYTES, Chunk, Digest, Packing, RemoteFile, Snapshot, check_path
-from argosy_fetcher.sources.http import MalformedDocument, cut, decode_document, origin
-from argosy_fetcher.sources.oci_http import (
-    RegistryAuthenticator,
-    discard,
-    error_of,
-    http_client,
-    read_document,
-    translated,
-)
-from argosy_fetcher.sources.registry import ImageReference, is_plain_http, parse_reference, revision_of
+from argosy_fetcher.sources.http import MalformedDocument, decode_document
+from argosy_fetcher.sources.oci_http import DOCUMENT_S, RegistryClient
+from argosy_fetcher.sources.registry import parse_reference, revision_of
 
 if TYPE_CHECKING:
     from argosy_fetcher.source_uri import SourceUri
@@ -70,9 +60,8 @@ class OciSource:
         """
         self._reference = parse_reference(uri)
         self._architecture = architecture or machine_architecture()
+        self._subject = str(self._reference)
         self._client = RegistryClient(self._reference, credentials)
-        self._reads_ranges: bool | None = None
-        """Whether the registry sends parts of blobs; None if it was not asked yet."""
 
     @property
     def name(self) -> str:
@@ -84,84 +73,54 @@ class OciSource:
         return self._reference.requested_revision
 
     def snapshot(self) -> Snapshot:
-        manifest, digest = self._manifest()
-        return Snapshot(self.name, revision_of(digest), files_of(manifest, str(self._reference)))
+        """Follow the reference to a manifest, and list the files of its layers."""
+        selector = self._reference.selector
+        size: int | None = None
+        for _ in range(MAX_INDEX_DEPTH):
+            content, media_type, digest = self._document(selector)
+            if size not in (None, len(content)):
+                raise HashMismatch(
+                    f"{self._subject}: {selector} has not the {size} bytes that its index says"
+                )
+            manifest = decode_manifest(content, media_type, self._subject)
+            if manifest.manifests is None:
+                return Snapshot(self.name, revision_of(digest), files_of(manifest, self._subject))
+            entry = choose_entry(manifest, self._architecture, self._subject)
+            selector, size = entry.digest, entry.size
+        raise UnsupportedModel(
+            f"{self._subject}: more than {MAX_INDEX_DEPTH - 1} indexes stand before a manifest"
+        )
 
     def read(self, file: RemoteFile, start: int, stop: int) -> Iterator[Chunk]:
-        yield from self._client.blob(file.version, file.size, start, stop)
+        if start >= stop:
+            return
+        response = self._open(file, start, stop)
+        if response.status_code in (200, 206):
+            yield from self._client.part(response, file.size, start, stop, f"{self._subject}: {file.path}")
+            return
+        if response.status_code == 416:
+            response.close()
+            raise SourceChanged(
+                f"{self._subject}: the layer {file.version} has not the {file.size} bytes of its manifest"
+            )
+        if response.status_code in (404, 410) and self._client.is_own(response.url):
+            response.close()
+            raise SourceChanged(
+                f"{self._subject}: the registry has the layer {file.version} no longer; fetch it again"
+            )
+        raise self._client.refusal(response)
 
     def can_read_ranges(self, file: RemoteFile) -> bool:
-        """Whether content begins at the byte that is asked for. Asks once: one registry has all blobs.
-
-        If it does not answer, that is left to reads to find out.
-        """
-        if self._reads_ranges is None:
-            try:
-                self._reads_ranges = self._client.can_read_ranges(file.version, file.size)
-            except (FetchError, TransientError):
-                self._reads_ranges = True
-        return self._reads_ranges
+        return self._client.sends_ranges(lambda: self._open(file, file.size - 1, file.size))
 
     def close(self) -> None:
         self._client.close()
 
-    def _manifest(self) -> tuple[OciManifest, str]:
-        """Return the manifest that the reference leads to, and its digest."""
-        subject = str(self._reference)
-        selector = self._reference.selector
-        size: int | None = None
-        for _ in range(MAX_INDEX_DEPTH):
-            document = self._client.manifest(selector)
-            if size not in (None, len(document.content)):
-                raise HashMismatch(f"{subject}: {selector} has not the {size} bytes that its index says")
-            manifest = decode_manifest(document.content, document.media_type, subject)
-            if manifest.manifests is None:
-                return manifest, document.digest
-            entry = choose_entry(manifest, self._architecture, subject)
-            selector, size = entry.digest, entry.size
-        raise UnsupportedModel(f"{subject}: more than {MAX_INDEX_DEPTH - 1} indexes stand before a manifest")
+    def _open(self, file: RemoteFile, start: int, stop: int) -> httpx.Response:
+        return self._client.answer(f"blobs/{file.version}", {"Range": f"bytes={start}-{stop - 1}"})
 
-
-MAX_REDIRECTS: Final = 5
-MAX_LOCATION_CHARACTERS: Final = 8192
-MANIFEST_ATTEMPTS: Final = 2
-"""A manifest with a wrong digest is asked for once more: a cache on the way may have been cut off."""
-
-_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
-_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,20})-[0-9]{1,20}/([0-9]{1,20}|\*)")
-
-
-@dataclass(frozen=True)
-class RegistryDocument:
-    """A manifest or an index as the registry sent it, with a digest that was checked."""
-
-    content: bytes
-    media_type: str
-    digest: str
-
-
-class RegistryClient:
-    """Reads one repository. Its methods may be called from several threads."""
-
-    def __init__(self, reference: ImageReference, values: Mapping[str, str]) -> None:
-        """
-        Args:
-            values: credentials and settings (`oci_http`, `registry.PLAIN_HTTP_ENV`).
-        """
-        self._reference = reference
-        self._values = values
-        self._subject = str(reference)
-        self._is_plain = is_plain_http(reference.api_host, values)
-        scheme = "http" if self._is_plain else "https"
-        self._base = httpx.URL(f"{scheme}://{reference.api_host}/v2/{reference.repository}/")
-        self._http = http_client(values)
-        self._auth = RegistryAuthenticator(reference, values, self._http, self._is_secure)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def manifest(self, selector: str) -> RegistryDocument:
-        """Read a manifest or an index.
+    def _document(self, selector: str) -> tuple[bytes, str, str]:
+        """Read a manifest or an index. Returns its content, media type and digest.
 
         Args:
             selector: a tag, or a digest, which the content is checked against. Under a tag it is checked against the
@@ -173,143 +132,25 @@ class RegistryClient:
             ModelNotFound, AccessDenied, TransientError, FetchError: see `oci_http`.
         """
         for _ in range(MANIFEST_ATTEMPTS):
-            with self._open(f"manifests/{selector}", {"Accept": ACCEPT}) as response:
-                if response.status_code != 200:
-                    raise self._error(response)
-                content = read_document(response, MAX_MANIFEST_BYTES, self._subject)
-                announced = response.headers.get("Docker-Content-Digest", "")
-                media_type = response.headers.get("Content-Type", "")
+            response = self._client.answer(f"manifests/{selector}", {"Accept": ACCEPT})
+            if response.status_code != 200:
+                raise self._client.refusal(response)
+            what = f"{self._subject}: the manifest"
+            content = self._client.document(response, MAX_MANIFEST_BYTES, what, DOCUMENT_S)
+            announced = response.headers.get("Docker-Content-Digest", "")
             digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
             expected = selector if _DIGEST.fullmatch(selector) else announced
             if digest == expected or not _DIGEST.fullmatch(expected):
-                return RegistryDocument(content, media_type, digest)
+                return content, response.headers.get("Content-Type", ""), digest
         raise HashMismatch(
             f"{self._subject}: the manifest {selector} has the digest {digest}, not {expected}; "
             "the registry or a cache before it is damaged"
         )
 
-    def blob(self, digest: str, size: int, start: int, stop: int) -> Iterator[Chunk]:
-        """Yield the bytes [start, stop) of a blob.
 
-        Args:
-            size: of the whole blob, as its descriptor has it.
-
-        Raises:
-            SourceChanged: the registry has the blob no longer, or with another size.
-            AccessDenied, TransientError, FetchError: see `oci_http`.
-        """
-        if start >= stop:
-            return
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        with self._open(f"blobs/{digest}", headers) as response:
-            skipped = self._bytes_before(response, digest, size, start)
-            yield from cut(response.iter_raw(), skipped, stop - start)
-
-    def can_read_ranges(self, digest: str, size: int) -> bool:
-        """Whether the content of a blob begins at the byte that is asked for.
-
-        Raises:
-            AccessDenied, TransientError, FetchError: see `oci_http`.
-        """
-        with self._open(f"blobs/{digest}", {"Range": f"bytes={size - 1}-{size - 1}"}) as response:
-            if response.status_code != 200:
-                discard(response, self._subject)
-            return response.status_code != 200
-
-    def _bytes_before(self, response: httpx.Response, digest: str, size: int, start: int) -> int:
-        """Check the response for a range; return how many bytes of its body are before `start`."""
-        if response.status_code == 206:
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if found is None or int(found[1]) != start:
-                raise FetchError(
-                    f"{self._subject}: {response.url.host} answered with another range of {digest}"
-                )
-            total = size if found[2] == "*" else int(found[2])
-        elif response.status_code == 200:  # the whole blob
-            length = response.headers.get("Content-Length", "")
-            total = int(length[:20]) if length.isdecimal() else size
-        elif response.status_code == 416:
-            total = -1
-        elif response.status_code in (404, 410) and self._is_own(response.url):
-            raise SourceChanged(
-                f"{self._subject}: the registry has the layer {digest} no longer; fetch it again"
-            )
-        else:
-            raise self._error(response)
-        if total != size:
-            raise SourceChanged(
-                f"{self._subject}: the layer {digest} has not the {size} bytes of its manifest"
-            )
-        return start if response.status_code == 200 else 0
-
-    @contextmanager
-    def _open(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """Send a GET and yield the response, which may have any status but a redirect's. Closes it."""
-        response = None
-        try:
-            with translated(self._subject):
-                response = self._get(path, headers)
-                yield response
-        finally:
-            if response is not None:
-                response.close()
-
-    def _get(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
-        url = self._base.join(path)
-        has_answered = False
-        for _ in range(MAX_REDIRECTS + 2):
-            is_own = self._is_own(url)
-            authorization = self._auth.authorization if is_own else ""
-            request = self._http.build_request("GET", url, headers=headers)
-            if authorization:
-                request.headers["Authorization"] = authorization
-            response = self._http.send(request, stream=True)
-            if response.status_code == 401 and is_own and not has_answered:
-                discard(response, self._subject)
-                self._auth.answer(response.headers.get_list("WWW-Authenticate"), authorization)
-                has_answered = True
-            elif response.has_redirect_location:
-                discard(response, self._subject)
-                url = self._redirected(url, response.headers["Location"])
-            else:
-                return response
-        raise FetchError(f"{self._subject}: more than {MAX_REDIRECTS} redirects")
-
-    def _redirected(self, url: httpx.URL, location: str) -> httpx.URL:
-        if len(location) > MAX_LOCATION_CHARACTERS:
-            raise FetchError(f"{self._subject}: {url.host} redirects to a URL that is too long")
-        try:
-            target = url.join(location)
-        except (httpx.InvalidURL, ValueError):
-            raise FetchError(f"{self._subject}: {url.host} redirects to a malformed URL") from None
-        if target.userinfo or not target.host or not self._is_secure(target):
-            raise FetchError(
-                f"{self._subject}: {url.host} redirects to {target.host or 'no host'!r}, which is not followed: "
-                "its URL is not https:// or has a user name in it"
-            )
-        return target
-
-    def _error(self, response: httpx.Response) -> FetchError | TransientError:
-        if self._is_own(response.url) or response.status_code == 429 or response.status_code >= 500:
-            return error_of(response, self._subject, self._auth.remedy)
-        # Storage behind the registry: its links expire, and a new attempt asks the registry for a new one.
-        host, status = response.url.host, response.status_code
-        return TransientError(f"{self._subject}: {host}, where the registry redirects to, answered {status}")
-
-    def _is_own(self, url: httpx.URL) -> bool:
-        """Whether a URL has the registry's origin."""
-        return origin(url) == origin(self._base)
-
-    def _is_secure(self, url: httpx.URL) -> bool:
-        """Whether requests may go to a URL: over TLS, or without it if the registry and the host are so asked."""
-        if url.scheme == "https":
-            return True
-        return url.scheme == "http" and self._is_plain and is_plain_http(_host(url), self._values)
-
-
-def _host(url: httpx.URL) -> str:
-    return url.netloc.decode("ascii", "replace")
-
+MANIFEST_ATTEMPTS: Final = 2
+"""A manifest with a wrong digest is asked for once more: a cache on the way may have been cut off."""
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 MAX_MANIFEST_BYTES: Final = 4 << 20
 """What registries must accept at least, and the bound that most set (OCI distribution specification)."""

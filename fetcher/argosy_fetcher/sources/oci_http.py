@@ -36,9 +36,7 @@ import logging
 import re
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,23 +55,23 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.sources.http import (
     MalformedDocument,
+    SourceClient,
     causes,
     decode_document,
-    is_unknown_host,
+    request_url,
     retry_after_s,
-    trusted,
-    unknown_host,
 )
-from argosy_fetcher.sources.registry import PLAIN_HTTP_ENV, ImageReference, canonical_host
+from argosy_fetcher.sources.registry import (
+    PLAIN_HTTP_ENV,
+    ImageReference,
+    canonical_host,
+    is_plain_http,
+    read_text,
+)
 
-CONNECT_TIMEOUT: Final = 10.0
-SILENCE_TIMEOUT: Final = 30.0
-"""Longest wait for the next bytes."""
-DOCUMENT_TIMEOUT: Final = 60.0
-"""For all bytes of a document, so that a server cannot hold a fetch with single bytes."""
-MAX_CONNECTIONS: Final = 16
+DOCUMENT_S: Final = 60.0
+"""For all bytes of a document."""
 MAX_ERROR_BYTES: Final = 64 << 10
-MAX_RETRY_AFTER: Final = 3600.0
 
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """OpenSSL's reasons if the other side speaks something else."""
@@ -90,151 +88,110 @@ class RegistryErrors(Struct, frozen=True):
     errors: Annotated[tuple[RegistryError, ...], Meta(max_length=64)] = ()
 
 
-def http_client(values: Mapping[str, str]) -> httpx.Client:
-    """Return a client for several threads. It follows no redirects: where credentials may go is the caller's to say.
+class RegistryClient(SourceClient):
+    """Requests to one repository, and to the stores to which the registry redirects."""
 
-    Args:
-        values: SSL_CERT_FILE names the authorities that are trusted.
-    """
-    return httpx.Client(
-        timeout=httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT),
-        limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
-        headers={"User-Agent": "argosy-fetcher", "Accept-Encoding": "identity"},
-        follow_redirects=False,
-        verify=trusted(values),
-    )
+    NAMED_BY = "its name"
 
+    def __init__(self, reference: ImageReference, values: Mapping[str, str]) -> None:
+        """
+        Args:
+            values: credentials and settings.
+        """
+        self._is_plain = is_plain_http(reference.api_host, values)
+        self._values = values
+        self._subject = str(reference)
+        scheme = "http" if self._is_plain else "https"
+        super().__init__(httpx.URL(f"{scheme}://{reference.api_host}/v2/{reference.repository}/"), values)
+        self._auth = RegistryAuthenticator(reference, values, self)
 
-@contextmanager
-def translated(subject: str) -> Iterator[None]:
-    """Raise the fetcher's errors for httpx's.
+    def answer(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
+        """Return the response to a GET of a path below the repository, of any status but a redirect's. A challenge of
+        the registry is answered once."""
+        url = self.server.join(path)
+        response = self.get(url, self._subject, headers)
+        if response.status_code != 401 or not self.is_own(response.url):
+            return response
+        self.discard(response)
+        refused = response.request.headers.get("Authorization", "")
+        self._auth.answer(response.headers.get_list("WWW-Authenticate"), refused)
+        return self.get(url, self._subject, headers)
 
-    Args:
-        subject: what is fetched, for messages.
-    """
-    try:
-        yield
-    except httpx.InvalidURL:
-        raise FetchError(f"{subject}: the registry gave a malformed URL") from None
-    except httpx.HTTPError as error:
-        if "in location header" in str(error):  # httpx reads it even if it is not to follow it
-            raise FetchError(f"{subject}: the registry redirects to a malformed URL") from None
-        raise _translation(subject, error) from error
+    def is_secure(self, url: httpx.URL) -> bool:
+        """Whether requests may go to a URL: over TLS, or without it if the registry and the host are so asked."""
+        is_plain = url.scheme == "http" and self._is_plain
+        return url.scheme == "https" or (is_plain and is_plain_http(netloc(url), self._values))
 
+    def may_be_plain(self, url: httpx.URL, target: httpx.URL) -> bool:
+        return self.is_secure(target)
 
-def _translation(subject: str, error: httpx.HTTPError) -> FetchError | TransientError:
-    host = _host(error)
-    for cause in causes(error):
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return FetchError(
-                f"{subject}: the certificate of {host} is not trusted ({cause.verify_message}); "
-                "set SSL_CERT_FILE to a bundle with its authority"
+    def failure(self, error: httpx.HTTPError | httpx.InvalidURL, where: str) -> FetchError | TransientError:
+        reasons = {getattr(cause, "reason", "") for cause in causes(error) if isinstance(cause, ssl.SSLError)}
+        if reasons.isdisjoint(_NO_TLS) or isinstance(error, httpx.InvalidURL):
+            return super().failure(error, where)
+        url = request_url(error)
+        host = netloc(url) if url else "the registry"
+        return FetchError(
+            f"{where}: {host} does not speak TLS; if its network is trusted, set {PLAIN_HTTP_ENV}={host}"
+        )
+
+    def refusal(self, response: httpx.Response, subject: str = "") -> FetchError | TransientError:
+        """Return the error that a response stands for, which was not read yet, and close it.
+
+        Args:
+            subject: what was asked for, for messages; the reference if left out.
+        """
+        subject = subject or self._subject
+        status, code = response.status_code, self._error_code(response)
+        if (
+            not self.is_own(response.url)
+            and subject == self._subject
+            and not (status == 429 or status >= 500)
+        ):
+            # Storage behind the registry: its links expire, and a new attempt asks the registry for a new one.
+            return TransientError(
+                f"{subject}: {response.url.host}, where the registry redirects to, answered {status}"
             )
-        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", "") in _NO_TLS:
-            return FetchError(
-                f"{subject}: {host} does not speak TLS; if its network is trusted, set {PLAIN_HTTP_ENV}={host}"
+        said = f"{status} {code}".strip()
+        host = netloc(response.url)
+        if status == 429 or code == "TOOMANYREQUESTS":
+            return TransientError(
+                f"{subject}: {host} limits the rate of requests ({said}); credentials often raise the limit",
+                retry_after_s(response.headers),
             )
-    if is_unknown_host(error):
-        return unknown_host(subject, host, "its name")
-    if isinstance(error, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
-        return FetchError(f"{subject}: the request to {host} cannot be made ({type(error).__name__})")
-    return TransientError(f"{subject}: no answer from {host} ({type(error).__name__}: {error})")
+        if status >= 500 or status == 408:
+            return TransientError(f"{subject}: {host} failed ({said})", retry_after_s(response.headers))
+        if status in (401, 403) or code in ("UNAUTHORIZED", "DENIED"):
+            return AccessDenied(
+                f"{subject}: {host} denies access ({said}), or the repository does not exist; {self._auth.remedy()}"
+            )
+        if code == "NAME_UNKNOWN":
+            return ModelNotFound(f"{subject}: {host} has no such repository ({said})")
+        if code == "MANIFEST_UNKNOWN":
+            return ModelNotFound(f"{subject}: the repository has no such tag or digest ({said})")
+        if status == 404:
+            return ModelNotFound(
+                f"{subject}: {host} has no such repository, tag or digest, or is no registry ({said})"
+            )
+        if code in ("NAME_INVALID", "TAG_INVALID", "DIGEST_INVALID"):
+            return InvalidSource(f"{subject}: {host} refuses the name ({said})")
+        if status in (406, 415) or code == "UNSUPPORTED":
+            return UnsupportedModel(f"{subject}: {host} has it in no form that is supported ({said})")
+        return FetchError(f"{subject}: {host} answered unexpectedly ({said})")
+
+    def _error_code(self, response: httpx.Response) -> str:
+        """Return the first error code in a body; empty if there is none."""
+        try:
+            content = self.document(response, MAX_ERROR_BYTES, self._subject, DOCUMENT_S)
+            errors = decode_document(content, RegistryErrors).errors
+        except (FetchError, TransientError, MalformedDocument):
+            return ""
+        return next((error.code for error in errors if _CODE.fullmatch(error.code)), "")
 
 
-def _host(error: httpx.HTTPError) -> str:
-    try:
-        return error.request.url.netloc.decode("ascii", "replace")
-    except RuntimeError:  # an error before there was a request
-        return "the registry"
-
-
-def read_document(
-    response: httpx.Response, limit: int, subject: str, clock: Callable[[], float] = time.monotonic
-) -> bytes:
-    """Read a whole body of at most `limit` bytes.
-
-    Raises:
-        UnsupportedModel: it is larger.
-        TransientError: it did not arrive in time, or the connection broke.
-    """
-    too_large = UnsupportedModel(f"{subject}: the registry's answer is larger than {limit} bytes")
-    announced = response.headers.get("Content-Length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
-        raise too_large
-    deadline = clock() + DOCUMENT_TIMEOUT
-    content = bytearray()
-    with translated(subject):
-        for chunk in response.iter_raw():
-            content += chunk
-            if len(content) > limit:
-                raise too_large
-            if clock() > deadline:
-                raise TransientError(f"{subject}: an answer took longer than {DOCUMENT_TIMEOUT:.0f} s")
-    return bytes(content)
-
-
-def discard(response: httpx.Response, subject: str) -> None:
-    """Read what is left of a short body, so that its connection can be used again."""
-    try:
-        read_document(response, MAX_ERROR_BYTES, subject)
-    except (UnsupportedModel, TransientError):
-        pass
-    finally:
-        response.close()
-
-
-def error_of(
-    response: httpx.Response, subject: str, remedy: Callable[[], str]
-) -> FetchError | TransientError:
-    """Return the error that a response stands for.
-
-    Args:
-        response: not read yet.
-        remedy: what to do if access is denied.
-    """
-    status, code = response.status_code, _error_code(response, subject)
-    said = f"{status} {code}".strip()
-    host = response.url.netloc.decode("ascii", "replace")
-    if status == 429 or code == "TOOMANYREQUESTS":
-        return TransientError(
-            f"{subject}: {host} limits the rate of requests ({said}); credentials often raise the limit",
-            retry_after(response),
-        )
-    if status >= 500 or status == 408:
-        return TransientError(f"{subject}: {host} failed ({said})", retry_after(response))
-    if status in (401, 403) or code in ("UNAUTHORIZED", "DENIED"):
-        return AccessDenied(
-            f"{subject}: {host} denies access ({said}), or the repository does not exist; {remedy()}"
-        )
-    if code == "NAME_UNKNOWN":
-        return ModelNotFound(f"{subject}: {host} has no such repository ({said})")
-    if code == "MANIFEST_UNKNOWN":
-        return ModelNotFound(f"{subject}: the repository has no such tag or digest ({said})")
-    if status == 404:
-        return ModelNotFound(
-            f"{subject}: {host} has no such repository, tag or digest, or is no registry ({said})"
-        )
-    if code in ("NAME_INVALID", "TAG_INVALID", "DIGEST_INVALID"):
-        return InvalidSource(f"{subject}: {host} refuses the name ({said})")
-    if status in (406, 415) or code == "UNSUPPORTED":
-        return UnsupportedModel(f"{subject}: {host} has it in no form that is supported ({said})")
-    return FetchError(f"{subject}: {host} answered unexpectedly ({said})")
-
-
-def _error_code(response: httpx.Response, subject: str) -> str:
-    """Return the first error code in a body; empty if there is none."""
-    try:
-        content = read_document(response, MAX_ERROR_BYTES, subject)
-        errors = decode_document(content, RegistryErrors).errors
-    except (UnsupportedModel, TransientError, MalformedDocument):
-        return ""
-    return next((error.code for error in errors if _CODE.fullmatch(error.code)), "")
-
-
-def retry_after(response: httpx.Response, now: Callable[[], float] = time.time) -> float | None:
-    """Return the seconds of a Retry-After header, within bounds; None if there is none."""
-    wish_s = retry_after_s(response.headers.get("Retry-After", ""), now())
-    return None if wish_s is None else min(wish_s, MAX_RETRY_AFTER)
+def netloc(url: httpx.URL) -> str:
+    """Return HOST[:PORT] of a URL."""
+    return url.netloc.decode("ascii", "replace")
 
 
 MAX_CHALLENGE_CHARACTERS: Final = 4096
@@ -268,30 +225,17 @@ class RegistryAuthenticator:
     """Authorization of requests for one repository. Thread-safe: of several requests that a registry refuses at once,
     one gets a new token and the others use it."""
 
-    def __init__(
-        self,
-        reference: ImageReference,
-        values: Mapping[str, str],
-        http: httpx.Client,
-        may_receive: Callable[[httpx.URL], bool],
-    ) -> None:
+    def __init__(self, reference: ImageReference, values: Mapping[str, str], client: RegistryClient) -> None:
         """
         Args:
             values: where credentials are looked for, at the first challenge.
-            may_receive: whether a token server's URL is secure enough for credentials.
+            client: its `authorization` is kept here; empty before the first challenge.
         """
         self._reference = reference
         self._values = values
-        self._http = http
-        self._may_receive = may_receive
+        self._client = client
         self._lock = threading.Lock()
-        self._authorization = ""
         self._lookup: CredentialLookup | None = None
-
-    @property
-    def authorization(self) -> str:
-        """Value of the Authorization header for the next request; empty before the first challenge."""
-        return self._authorization
 
     def remedy(self) -> str:
         """Return what to do if access is denied.
@@ -313,9 +257,9 @@ class RegistryAuthenticator:
             TransientError: the token server cannot be reached or has failed.
         """
         with self._lock:
-            if self._authorization != refused:
+            if self._client.authorization != refused:
                 return  # another thread was refused too, and has renewed it
-            self._authorization = self._answer(parse_challenges(headers), refused)
+            self._client.authorization = self._answer(parse_challenges(headers), refused)
 
     def _answer(self, challenges: Sequence[AuthChallenge], refused: str) -> str:
         found = self._found()
@@ -332,20 +276,18 @@ class RegistryAuthenticator:
 
     def _token(self, challenge: AuthChallenge, credential: RegistryCredential | None) -> str:
         subject = f"{self._reference}: token"
-        with translated(subject):
+        with self._client.translated(subject):
             realm = httpx.URL(challenge.parameters["realm"])
-            if realm.userinfo or not realm.host or not self._may_receive(realm):
-                raise AccessDenied(
-                    f"{self._reference}: the registry names a token server that is not asked, because its URL is "
-                    "not https:// or has a user name in it"
-                )
-            response = self._http.send(self._token_request(realm, challenge, credential), stream=True)
-        try:
-            if response.status_code != 200:
-                raise self._refusal(response, subject)
-            content = read_document(response, MAX_TOKEN_RESPONSE_BYTES, subject)
-        finally:
-            response.close()
+            request = self._token_request(realm, challenge, credential)
+        if realm.userinfo or not realm.host or not self._client.is_secure(realm):
+            raise AccessDenied(
+                f"{self._reference}: the registry names a token server that is not asked, because its URL is "
+                "not https:// or has a user name in it"
+            )
+        response = self._client.send(request, subject)
+        if response.status_code != 200:
+            raise self._refusal(response, subject)
+        content = self._client.document(response, MAX_TOKEN_RESPONSE_BYTES, subject, DOCUMENT_S)
         try:
             answer = decode_document(content, TokenResponse)
         except MalformedDocument as error:
@@ -356,7 +298,7 @@ class RegistryAuthenticator:
         return token
 
     def _refusal(self, response: httpx.Response, subject: str) -> FetchError | TransientError:
-        error = error_of(response, subject, self.remedy)
+        error = self._client.refusal(response, subject)
         if isinstance(error, (TransientError, AccessDenied)):
             return error
         host, status = response.url.host, response.status_code
@@ -375,9 +317,9 @@ class RegistryAuthenticator:
                 "client_id": CLIENT_ID,
                 "refresh_token": credential.identity_token,
             }
-            return self._http.build_request("POST", realm, data=fields)
+            return self._client.http.build_request("POST", realm, data=fields)
         headers = {"Authorization": credential.basic} if credential and credential.basic else {}
-        return self._http.build_request("GET", realm.copy_merge_params(fields), headers=headers)
+        return self._client.http.build_request("GET", realm.copy_merge_params(fields), headers=headers)
 
     def _found(self) -> CredentialLookup:
         if self._lookup is None:
@@ -410,8 +352,6 @@ def parse_challenges(headers: Sequence[str]) -> list[AuthChallenge]:
 
 
 _log: Final = logging.getLogger(__name__)
-MAX_AUTH_FILE_BYTES: Final = 1 << 20
-"""The largest Secret of Kubernetes."""
 
 
 @dataclass(frozen=True)
@@ -536,15 +476,11 @@ def _auth_files(values: Mapping[str, str]) -> Iterator[tuple[str, bool, Callable
 
 def _read(path: Path, origin: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_AUTH_FILE_BYTES + 1)
+        return read_text(path).encode()
     except OSError as error:
         raise InvalidSource(f"{origin}: cannot read the auth file: {error.strerror}") from None
-    except ValueError:  # a NUL in the path
-        raise InvalidSource(f"{origin}: this is no path of a file") from None
-    if len(content) > MAX_AUTH_FILE_BYTES:
-        raise InvalidSource(f"{origin}: larger than {MAX_AUTH_FILE_BYTES} bytes, so it is no auth file")
-    return content
+    except ValueError as error:  # also a NUL in the path
+        raise InvalidSource(f"{origin}: it is no auth file: {error}") from None
 
 
 def _decoded(origin: str, content: bytes) -> AuthFile:

@@ -96,7 +96,7 @@ def name_in_store(uri: SourceUri, environment: Mapping[str, str] | None = None) 
         credentials = load_credentials(environment)
         return hub_source_name(uri.location, credentials), uri.revision
     if uri.scheme in ("https", "http"):
-        return uri.name, uri.revision.removeprefix("sha256:")
+        return uri.name, ""
     if uri.scheme == "oci":
         reference = parse_reference(uri)
         return reference.name, reference.requested_revision
