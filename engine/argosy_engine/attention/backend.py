@@ -215,6 +215,9 @@ class AttentionWeights(NamedTuple):
     sinks: torch.Tensor | None = None
     """float32 [num_heads]: a score per head that takes its share of the probabilities and has no value. None: there are
     none."""
+    alibi_slopes: torch.Tensor | None = None
+    """float32 [num_heads]: what a head's scaled score falls by for each position between query and key. None: it does
+    not."""
     output_quantization: RowQuantization | None = None
     """How the output projection wants its inputs. A backend may leave the quantisation to it."""
 

@@ -84,8 +84,8 @@ class CpuAttention:
         rotary = weights.rotary
         cosines, sines = (None, None) if rotary is None else (rotary.cosines, rotary.sines)
         in_kernel = [norm if norm is not None and norm.dtype is dtype else None for norm, _ in norms]
-        self._kept_alive = (*in_kernel, cosines, sines, weights.sinks)
-        q_norm_at, k_norm_at, cosines_at, sines_at, sinks_at = (
+        self._kept_alive = (*in_kernel, cosines, sines, weights.sinks, weights.alibi_slopes)
+        q_norm_at, k_norm_at, cosines_at, sines_at, sinks_at, slopes_at = (
             None if tensor is None else tensor.data_ptr() for tensor in self._kept_alive
         )
         self.layer = AttentionLayerStruct(
@@ -94,6 +94,7 @@ class CpuAttention:
             cosines=cosines_at,
             sines=sines_at,
             sinks=sinks_at,
+            alibi_slopes=slopes_at,
             num_heads=params.num_heads,
             num_kv_heads=params.num_kv_heads,
             head_dim=params.head_dim,

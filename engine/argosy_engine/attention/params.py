@@ -40,6 +40,8 @@ class AttentionParams(Struct, frozen=True, kw_only=True):
     """A token attends to those before it in its chunk of this many positions (Llama 4); None: there are no chunks."""
     has_sinks: bool = False
     """Whether each head has a score for no token, `AttentionWeights.sinks` (gpt-oss, arXiv 2309.17453)."""
+    has_alibi: bool = False
+    """Whether scores fall with the distance, by `AttentionWeights.alibi_slopes` (ALiBi, arXiv 2108.12409)."""
 
     def of_rank(self, tensor_parallel_size: int) -> AttentionParams:
         """Return the constants of the heads that one of several tensor-parallel ranks computes. All ranks have as many;

@@ -165,6 +165,8 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
                 f"a kv_lora_rank of {latent.kv_lora_rank} is more than {MAX_LATENT_DIM}, or a qk_rope_head_dim of "
                 f"{latent.qk_rope_head_dim} more than {MAX_LATENT_ROPE_DIM}"
             )
+    if any(layer.has_alibi for layer in needs.plain_layers):
+        return "it computes no position biases (ALiBi)"
     for layer in needs.plain_layers:
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
             return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"
@@ -194,6 +196,8 @@ def _refuse_flash_attn(needs: AttentionNeeds) -> str | None:
     for layer in needs.plain_layers:
         if layer.has_sinks:
             return "it computes no attention sinks"
+        if layer.has_alibi:
+            return "it computes no position biases (ALiBi)"
         if layer.chunk_size is not None:
             return f"it computes no attention in chunks of {layer.chunk_size} tokens"
         if layer.head_dim % 8 or layer.head_dim > _MAX_FLASH_HEAD_DIM:

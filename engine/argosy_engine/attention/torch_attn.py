@@ -52,6 +52,7 @@ class TorchAttention:
         self.chunk_size = params.chunk_size
         self._first_read = params.kv_cache_spec(block_size=1, itemsize=1).first_read
         self._sinks = weights.sinks
+        self._slopes = weights.alibi_slopes
         self._split = [params.num_heads, params.num_kv_heads, params.num_kv_heads]
         self._weights = weights
 
@@ -124,6 +125,8 @@ class TorchAttention:
         scores = torch.matmul(q.view(batch, self.num_kv_heads, groups, self.head_dim), k).float() * self.scale
         scores = self._cap(scores).masked_fill_(hidden[:, None, None, :], float("-inf"))
         scores = scores.view(batch, self.num_heads, 1, -1)
+        if self._slopes is not None:
+            scores += self._slopes[:, None, None] * (positions - seq_lens + 1)[:, None, None, :]
         probs = self._probabilities(scores).to(q.dtype).view(batch, self.num_kv_heads, groups, -1)
         return torch.matmul(probs, v.permute(0, 2, 1, 3)).view(batch, self.num_heads, self.head_dim)
 
@@ -153,7 +156,7 @@ class TorchAttention:
     @property
     def _needs_scores(self) -> bool:
         """Whether SDPA, which does not tell the scores, cannot compute it."""
-        return self.logit_softcap is not None or self._sinks is not None
+        return self.logit_softcap is not None or self._sinks is not None or self._slopes is not None
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Attend from the last queries [new, num_heads, head_dim] to k and v [num_kv_heads, seq_len, head_dim].
@@ -179,7 +182,7 @@ class TorchAttention:
     def _attend_by_scores(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """Attend with a soft cap or sinks, which SDPA does not support.
+        """Attend with a soft cap, sinks or ALiBi, which SDPA does not support or only as a mask in memory.
 
         q is [num_heads, new, head_dim], k and v are [num_kv_heads, seq_len, head_dim].
         """
@@ -187,6 +190,9 @@ class TorchAttention:
         grouped = q.reshape(self.num_kv_heads, -1, self.head_dim)
         scores = torch.matmul(grouped, k.transpose(1, 2)).float() * self.scale
         scores = self._cap(scores).view(self.num_heads, num_new, seq_len)
+        if self._slopes is not None:
+            keys = torch.arange(seq_len, device=q.device)
+            scores += self._slopes[:, None, None] * (keys - keys[seq_len - num_new :, None])
         mask = self._visible(num_new, seq_len, q.device, first)
         if mask is None:
             mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=q.device).tril()

@@ -350,19 +350,23 @@ class LayerFactory:
         *,
         bias: bool = False,
         is_transposed: bool = False,
+        is_grouped: bool = False,
         rope: RopeParameters | None = None,
     ) -> Linear:
         """Make the projections to q, k and v, of which a rank computes its heads.
 
         Args:
             names: of the three projections, or of the one that the checkpoint has for all.
+            is_grouped: whether in that one each KV head's queries precede its key and its value (Falcon).
             rope: q and k are put in the order that `rotary` and the kernels want (`RopeParameters.head_order`), as
                 must be what is applied to their elements (`head_weight`); None: as they are.
         """
         widths = [heads * params.head_dim for heads in (params.num_heads, *2 * (params.num_kv_heads,))]
         parts = dict(zip(names, widths, strict=True)) if len(names) > 1 else {names[0]: sum(widths)}
         outputs: dict[str, tuple[range, ...]] | None = None
-        if self.sharding.size > 1:
+        if is_grouped:
+            outputs = {names[0]: self._ungrouped(params)}
+        elif self.sharding.size > 1:
             ranges = self.sharding.qkv(params)
             if len(names) > 1:
                 outputs = {name: (each,) for name, each in zip(names, ranges, strict=True)}
@@ -381,6 +385,15 @@ class LayerFactory:
             )
         spec = LinearSpec(parts, in_features, bias, is_transposed, outputs, order=order)
         return self._method.load(self.weights, spec)
+
+    def _ungrouped(self, params: AttentionParams) -> tuple[range, ...]:
+        """Return the features of this rank's heads of q, then k, then v, in a projection that has groups of them."""
+        dim, group = params.head_dim, params.num_heads // params.num_kv_heads
+        q, kv, _ = (range(each.start // dim, each.stop // dim) for each in self.sharding.qkv(params))
+        queries = [head // group * (group + 2) + head % group for head in q]
+        keys = [head * (group + 2) + group for head in kv]
+        places = (*queries, *keys, *(place + 1 for place in keys))
+        return tuple(range(place * dim, (place + 1) * dim) for place in places)
 
     def selected_linear(
         self,
@@ -528,6 +541,11 @@ class LayerFactory:
         """Return the attention sinks of this rank's heads, float32 [num_heads]."""
         shard = Shard(0, (self.sharding.part(params.num_heads),)) if self.sharding.size > 1 else None
         return self.weights.take_scale(name, params.num_heads, shard, is_signed=True)
+
+    def of_heads(self, values: Sequence[float]) -> torch.Tensor:
+        """Return constants of this rank's heads, float32, of those of all."""
+        own = self.sharding.part(len(values))
+        return torch.tensor(values[own.start : own.stop], dtype=torch.float32, device=self.device)
 
     def row_linear(
         self,

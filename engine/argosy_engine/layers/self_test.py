@@ -233,6 +233,7 @@ class _HeadsLayer(_TestLayer):
         norms = 1 + torch.rand(2, params.head_dim, generator=self._generator)
         self._norms = norms.to(device, dtype)
         self._sinks = torch.randn(params.num_heads, generator=self._generator).to(device)
+        self._slopes = torch.rand(params.num_heads, generator=self._generator).to(device)
 
     def outputs(self, backend: AttentionBackend, dtype: torch.dtype, variant: _Variant) -> list[torch.Tensor]:
         frequencies = self._frequencies(self._params.head_dim)
@@ -243,6 +244,8 @@ class _HeadsLayer(_TestLayer):
         weights = AttentionWeights(rotary, q_norm, k_norm, 1e-6)
         if self._params.has_sinks:
             weights = weights._replace(sinks=self._sinks)
+        if self._params.has_alibi:
+            weights = weights._replace(alibi_slopes=self._slopes)
         if backend.kv_cache_dtype is torch.float8_e4m3fn:
             k_scale, v_scale = torch.tensor([[0.5], [0.25]], device=self._device)
             weights = weights._replace(k_scale=k_scale, v_scale=v_scale)

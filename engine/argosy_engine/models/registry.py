@@ -77,6 +77,7 @@ _LLAMA, _GEMMA = ("llama_config:LlamaConfig", "llama:Llama"), ("gemma_config:Gem
 _QWEN3_NEXT = "hybrid_config:Qwen3NextConfig", "qwen3_next:Qwen3Next"
 _LAYER_NORM = "llama_config:LayerNormConfig", "llama:LayerNormDecoder"
 _LFM2 = "hybrid_config:Lfm2Config", "lfm2:Lfm2"
+_FALCON = "gpt2_config:FalconConfig", "gpt2:Falcon"
 _MAMBA = "hybrid_config:MambaHybridConfig", "mamba_hybrid:MambaHybrid"
 _NEMOTRON = "NemotronHForCausalLM"
 _DEEPSEEKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
@@ -94,6 +95,7 @@ _FAMILIES = {
         for name in _DEEPSEEKS
     },
     "BambaForCausalLM": _family("Bamba", *_MAMBA),
+    **{f"{name}ForCausalLM": _family(name, *_FALCON) for name in ("Bloom", "Falcon", "Mpt")},
     "FalconH1ForCausalLM": _family("FalconH1", *_MAMBA),
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
@@ -105,6 +107,7 @@ _FAMILIES = {
     "Lfm2MoeForCausalLM": _family("Lfm2Moe", *_LFM2),
     _NEMOTRON: _family("NemotronH", _MAMBA[0], "mamba_hybrid:NemotronH"),
     "OPTForCausalLM": _family("OPT", "gpt2_config:OPTConfig", "gpt2:OPT"),
+    "XGLMForCausalLM": _family("XGLM", "gpt2_config:XGLMConfig", "gpt2:XGLM"),
     **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
     "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),

@@ -39,7 +39,7 @@ class AttentionLayerStruct(Structure):
     """`Layer` of step.h: an attention layer's constants and its KV cache."""
 
     _fields_ = (
-        *_fields(c_void_p, "k_cache v_cache q_norm k_norm cosines sines sinks"),
+        *_fields(c_void_p, "k_cache v_cache q_norm k_norm cosines sines sinks alibi_slopes"),
         *_fields(c_int32, "num_blocks block_size num_heads num_kv_heads head_dim rotary_dim window chunk"),
         *_fields(c_float, "scale softcap eps"),
     )

@@ -241,6 +241,13 @@ class AttentionJob {
           store(scores + v * kLanes, tanh(load(scores + v * kLanes) * (1.0f / layer.softcap)) * layer.softcap);
       }
       const int begin = begin_of(r), end = end_of(r);
+      if (layer.alibi_slopes) {
+        const vfloat slope = broadcast(layer.alibi_slopes[kv_head * group + r % group]);
+        for (int v = 0; v < vectors; ++v) {
+          const vint distance = lane_index() + (first + v * kLanes - (end - 1));
+          store(scores + v * kLanes, load(scores + v * kLanes) + slope * __builtin_convertvector(distance, vfloat));
+        }
+      }
       if (begin > first || end < first + vectors * kLanes) {
         for (int v = 0; v < vectors; ++v) {
           const vint key = lane_index() + (first + v * kLanes);

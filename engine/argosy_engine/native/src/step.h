@@ -34,6 +34,7 @@ struct Layer {
   const float* cosines;  // [positions][rotary_dim / 2]
   const float* sines;
   const float* sinks;  // [num_heads] a score per head that has no key, null without
+  const float* alibi_slopes;  // [num_heads] what scores fall by per position between query and key, null without
   int32_t num_blocks, block_size;
   int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
   int32_t window;  // 0: attend to every key; else to the last `window` keys, the query's own included
