@@ -29,7 +29,7 @@ def test_attention_reads_keys_and_values_as_they_were_rounded(seed: int) -> None
     attention = Attention(
         case.shape.params,
         TorchBackend(torch.float32, has_fp8_kv_cache=True),
-        AttentionWeights(k_scale=k_scale, v_scale=v_scale, sinks=case.sinks),
+        AttentionWeights(k_scale=k_scale, v_scale=v_scale, sinks=case.sinks, alibi_slopes=case.slopes),
     )
     attention.bind(case.empty_cache().to(attention.kv_cache_dtype))
     context = [(row, (0, start)) for row, (start, _) in enumerate(case.spans) if start > 1]

@@ -32,15 +32,16 @@ def test_our_kernels_pass():
     assert attention_self_test("triton", needs("bfloat16", LOCAL), torch.bfloat16, CPU) is None
 
 
-def test_a_backend_that_forgets_attention_sinks_is_found(monkeypatch):
-    layer = replace(FULL, has_sinks=True)
+@pytest.mark.parametrize(("field", "option"), [("has_sinks", "sinks"), ("has_alibi", "alibi_slopes")])
+def test_a_backend_that_forgets_sinks_or_position_biases_is_found(field, option, monkeypatch):
+    layer = replace(FULL, **{field: True})
     assert attention_self_test("triton", needs("float32", layer), torch.float32, CPU) is None
     original = triton_attn.paged_attention
 
-    def without_sinks(*args, **options):
-        return original(*args, **{**options, "sinks": None})
+    def without(*args, **options):
+        return original(*args, **{**options, option: None})
 
-    monkeypatch.setattr(triton_attn, "paged_attention", without_sinks)
+    monkeypatch.setattr(triton_attn, "paged_attention", without)
     assert "is wrong by" in attention_self_test("triton", needs("float32", layer), torch.float32, CPU)
 
 

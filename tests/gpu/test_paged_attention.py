@@ -46,6 +46,7 @@ OPTIONS = {
     "chunk_size": [None, None, 24],
     "logit_softcap": [None, 2.0, 30.0],
     "has_sinks": [False, True],
+    "has_alibi": [False, True],
 }
 
 
@@ -107,7 +108,9 @@ def test_fp8_cache_with_scales(requests, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 17, "has_sinks": True}, {"logit_softcap": 2.0}], ids=str
+    "options",
+    [{}, {"sliding_window": 17, "has_sinks": True}, {"logit_softcap": 2.0}, {"has_alibi": True}],
+    ids=str,
 )
 def test_float32(options):
     check(PagedBatch([(1, 20), (9, 40), (0, 0)], dtype=torch.float32, num_kv_heads=1, **options))
@@ -287,7 +290,9 @@ def test_any_batch_in_fp8_with_one_scale(requests, scale):
 
 
 @pytest.mark.parametrize(
-    "options", [{"sliding_window": 17}, {"has_sinks": True}, {"logit_softcap": 2.0}], ids=str
+    "options",
+    [{"sliding_window": 17}, {"has_sinks": True}, {"logit_softcap": 2.0}, {"has_alibi": True}],
+    ids=str,
 )
 def test_options_of_attention_in_fp8_with_one_scale(options):
     torch.manual_seed(0)
@@ -303,7 +308,9 @@ def test_random_batches_in_fp8_with_one_scale(batch, scale):
 
 @pytest.mark.parametrize("scale", [None, 0.02])
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 17, "has_sinks": True}, {"logit_softcap": 2.0}], ids=str
+    "options",
+    [{}, {"sliding_window": 17, "has_sinks": True}, {"logit_softcap": 2.0}, {"has_alibi": True}],
+    ids=str,
 )
 def test_segments_are_merged_in_fp8(options, scale):
     check_fp8(PagedBatch(DECODES, num_heads=3, num_kv_heads=1, head_dim=40, **options), scale, num_segments=3)

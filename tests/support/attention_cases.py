@@ -29,6 +29,7 @@ class Shape:
     logit_softcap: float | None
     chunk_size: int | None
     has_sinks: bool
+    has_alibi: bool = False
 
     @property
     def params(self) -> AttentionParams:
@@ -41,6 +42,7 @@ class Shape:
             logit_softcap=self.logit_softcap,
             chunk_size=self.chunk_size,
             has_sinks=self.has_sinks,
+            has_alibi=self.has_alibi,
         )
 
 
@@ -117,12 +119,14 @@ class Case:
     v: list[torch.Tensor]
     sinks: torch.Tensor | None
     """float32 [num_heads]"""
+    slopes: torch.Tensor | None
+    """float32 [num_heads]: of ALiBi"""
     tables: torch.Tensor
     num_blocks: int
 
     @property
     def weights(self) -> AttentionWeights:
-        return AttentionWeights(sinks=self.sinks)
+        return AttentionWeights(sinks=self.sinks, alibi_slopes=self.slopes)
 
     def empty_cache(self) -> torch.Tensor:
         """Return a cache filled with NaN, because stale values in a block must not affect results."""
@@ -157,6 +161,8 @@ class Case:
         if shape.logit_softcap is not None:
             scores = torch.tanh(scores / shape.logit_softcap) * shape.logit_softcap
         position, key = torch.arange(start, end)[:, None], torch.arange(end)
+        if self.slopes is not None:
+            scores = scores + self.slopes.double()[:, None, None] * (key - position)
         is_seen = key <= position
         if shape.sliding_window is not None:
             is_seen &= key > position - shape.sliding_window
@@ -181,6 +187,7 @@ def random_case(rng: random.Random, dtype: torch.dtype) -> Case:
         logit_softcap=rng.choice((None, None, 5.0)),
         chunk_size=rng.choice((None, None, None, 16, 70)),
         has_sinks=rng.choice((False, False, True)),
+        has_alibi=rng.choice((False, False, True)),
     )
     spans = []
     for _ in range(rng.randrange(1, 6)):
@@ -205,4 +212,5 @@ def make_case(rng: random.Random, dtype: torch.dtype, shape: Shape, spans: list[
 
     q, k, v = draw(shape.num_heads), draw(shape.num_kv_heads), draw(shape.num_kv_heads)
     sinks = torch.randn(shape.num_heads, generator=generator) * 2 if shape.has_sinks else None
-    return Case(shape, spans, q, k, v, sinks, tables, num_blocks)
+    slopes = torch.rand(shape.num_heads, generator=generator) if shape.has_alibi else None
+    return Case(shape, spans, q, k, v, sinks, slopes, tables, num_blocks)

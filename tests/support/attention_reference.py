@@ -32,6 +32,7 @@ class PagedBatch:
     chunk_size: int | None = None
     logit_softcap: float | None = None
     has_sinks: bool = False
+    has_alibi: bool = False
     q: torch.Tensor = field(init=False)
     kv_cache: torch.Tensor = field(init=False)
     expected: torch.Tensor = field(init=False)
@@ -55,6 +56,7 @@ class PagedBatch:
         self.kv_cache = torch.full(shape, torch.nan).to(kv_dtype)
         block_table = torch.zeros(ids.shape, dtype=torch.int32)
         sinks = torch.randn(self.num_heads).to(self.dtype) if self.has_sinks else None
+        slopes = torch.rand(self.num_heads) if self.has_alibi else None
         is_scaled = kv_dtype != self.dtype
         k_scale, v_scale = (0.5, 3.0) if is_scaled else (1.0, 1.0)
         scale = self.head_dim**-0.5
@@ -83,6 +85,7 @@ class PagedBatch:
                 chunk_size=self.chunk_size,
                 logit_softcap=self.logit_softcap,
                 sinks=None if sinks is None else sinks.float(),
+                alibi_slopes=slopes,
             )
         self.options = {
             "query_start_loc": torch.tensor(starts, dtype=torch.int32),
@@ -94,6 +97,7 @@ class PagedBatch:
             "chunk_size": self.chunk_size,
             "logit_softcap": self.logit_softcap,
             "sinks": sinks,
+            "alibi_slopes": slopes,
             "k_scale": torch.tensor([k_scale]) if is_scaled else None,
             "v_scale": torch.tensor([v_scale]) if is_scaled else None,
         }
@@ -113,6 +117,7 @@ def attention_reference(
     chunk_size: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of the last tokens' queries.
 
@@ -126,6 +131,8 @@ def attention_reference(
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
     position = torch.arange(len(keys) - len(q), len(keys)).unsqueeze(1)
     key = torch.arange(len(keys))
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes[:, None, None] * (key - position)
     is_hidden = key > position
     if sliding_window is not None:
         is_hidden |= key <= position - sliding_window

@@ -165,8 +165,6 @@ def _refuse_triton(needs: AttentionNeeds) -> str | None:
                 f"a kv_lora_rank of {latent.kv_lora_rank} is more than {MAX_LATENT_DIM}, or a qk_rope_head_dim of "
                 f"{latent.qk_rope_head_dim} more than {MAX_LATENT_ROPE_DIM}"
             )
-    if any(layer.has_alibi for layer in needs.plain_layers):
-        return "it computes no position biases (ALiBi)"
     for layer in needs.plain_layers:
         if layer.head_dim > MAX_TRITON_HEAD_DIM:
             return f"a head size of {layer.head_dim} is more than {MAX_TRITON_HEAD_DIM}"

@@ -67,6 +67,7 @@ class TritonAttention:
             "k_scale": weights.k_scale,
             "v_scale": weights.v_scale,
             "sinks": weights.sinks,
+            "alibi_slopes": weights.alibi_slopes,
         }
         if weights.output_quantization is None:
             return paged_attention(queries, kv_cache, **options).view(len(qkv), -1)

@@ -126,6 +126,7 @@ def paged_attention(
     chunk_size: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     num_segments: int | None = None,
@@ -157,6 +158,8 @@ def paged_attention(
         chunk_size: a token attends to those before it in its chunk of this many positions (Llama 4); None: no chunks.
         logit_softcap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
         sinks: [num_heads], a logit per head that takes part in the softmax and has no value (gpt-oss).
+        alibi_slopes: float32 [num_heads], what a head's scores fall by per position between query and key (ALiBi, arXiv
+            2108.12409).
         k_scale: float32 [1], factor on the keys of an FP8 cache; None: 1.
         v_scale: float32 [1], factor on its values; None: 1.
         num_segments: parts that a request's keys are split into, in [1, 32]; None: chosen by shapes.
@@ -207,6 +210,7 @@ def paged_attention(
         seq_lens_ptr=seq_lens,
         block_table_ptr=block_table,
         sinks_ptr=sinks,
+        alibi_slopes_ptr=alibi_slopes,
         k_scale_ptr=k_scale,
         v_scale_ptr=v_scale,
         scale=float(scale),
@@ -365,6 +369,7 @@ def paged_attention_kernel(
     seq_lens_ptr,
     block_table_ptr,
     sinks_ptr,
+    alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
@@ -450,6 +455,9 @@ def paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
         maximum = tl.where(segment == 0, sink * 1.4426950408889634, maximum)
         denominator = tl.where(segment == 0, 1.0, denominator)
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + head, mask=is_row, other=0.0) * 1.4426950408889634
     k_ptr += kv_head.to(tl.int64) * kv_stride_head
     v_ptr += kv_head.to(tl.int64) * kv_stride_head
     table_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
@@ -476,6 +484,7 @@ def paged_attention_kernel(
             logit_softcap,
             sliding_window,
             chunk_size,
+            slopes,
             kv_stride_block,
             kv_stride_slot,
             HEAD_DIM,
@@ -501,6 +510,7 @@ def paged_attention_kernel(
         logit_softcap,
         sliding_window,
         chunk_size,
+        slopes,
         kv_stride_block,
         kv_stride_slot,
         HEAD_DIM,
@@ -552,6 +562,7 @@ def _attend(
     logit_softcap,
     sliding_window,
     chunk_size,
+    slopes,
     kv_stride_block,
     kv_stride_slot,
     HEAD_DIM: tl.constexpr,
@@ -590,6 +601,8 @@ def _attend(
             # tanh(x) = 1 - 2 / (1 + exp(2 * x)), which is 1 from far below the bound on.
             tanh = 1 - 2 / (1 + tl.exp(tl.minimum(scores * (2 / logit_softcap), 40.0)))
             scores = logit_softcap * 1.4426950408889634 * tanh
+        if slopes is not None:
+            scores += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if IS_MASKED:
             is_visible = key[None, :] <= position[:, None]
             if sliding_window is not None:

@@ -39,6 +39,7 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         yield _case(mode, head_dim=256, group_size=2, logit_softcap=50.0)
         yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
         yield _case(mode, group_size=5, chunk_size=8192)
+        yield _case(mode, group_size=1, has_alibi=True)
     for mode in ("prefill", "split decode"):  # Gemma 4
         for dtype in (torch.bfloat16, torch.float16):
             yield _case(mode, head_dim=512, group_size=8, dtype=dtype)
@@ -81,6 +82,7 @@ def _case(
     kv_dtype: torch.dtype | None = None,
     block_size: int = 16,
     has_sinks: bool = False,
+    has_alibi: bool = False,
     out: str = "",
     is_sampled: bool = False,
     **options: Any,
@@ -88,9 +90,8 @@ def _case(
     num_requests, max_query_len = _MODES[mode]
     label = f"{mode}, {_DTYPES[dtype]}{', FP8 cache' if kv_dtype else ''}, head_dim {head_dim}, group {group_size}"
     label += "" if block_size == 16 else f", block_size {block_size}"
-    label += "".join(f", {name} {value}" for name, value in options.items()) + (
-        ", sinks" if has_sinks else ""
-    )
+    label += "".join(f", {name} {value}" for name, value in options.items())
+    label += (", sinks" if has_sinks else "") + (", ALiBi" if has_alibi else "")
     label += f", result in {out}" if out else ""
 
     def call() -> object:
@@ -108,6 +109,7 @@ def _case(
             max_query_len=max_query_len,
             scale=head_dim**-0.5,
             sinks=_empty(num_heads, dtype=dtype) if has_sinks else None,
+            alibi_slopes=_empty(num_heads, dtype=torch.float32) if has_alibi else None,
             k_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
             v_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
             **options,
