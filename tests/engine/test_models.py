@@ -89,12 +89,12 @@ def logits_of(
 
 
 def test_every_architecture_is_tested() -> None:
-    """Here or, against more of their fields, in test_native_decoders, test_mamba_hybrids and test_lfm2."""
+    """Here or, against more of their fields, in test_native_decoders, test_plain_decoders, test_mamba_hybrids and
+    test_lfm2."""
     others = {model_type for model_type, _ in (*LLAMA_SHAPES, *MAMBA_SHAPES)} | {
         "gemma4_text",
-        "lfm2",
-        "lfm2_moe",
-        "nemotron_h",
+        *("bloom", "falcon", "mpt", "xglm"),
+        *("lfm2", "lfm2_moe", "nemotron_h"),
     }
     here = {kind.model for kind in KINDS.values()} | {"Qwen3ForCausalLM"}
     assert here | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in others} == set(

@@ -14,13 +14,13 @@ from transformers_sweep import outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "model-types.md").read_text("utf-8").splitlines()
 REFUSED = {
-    "bloom": "cannot be followed",  # ALiBi
+    "bloom": "cannot be followed",  # ALiBi; ours serves it
     "deepseek_v4": "attends to other keys",  # compressed ones
-    "falcon": "cannot be followed",  # attention that does not go through transformers' interface
-    "mpt": "cannot be followed",  # ALiBi
-    "xglm": "cannot be followed",  # attention that does not go through transformers' interface
+    "falcon": "cannot be followed",  # attention that does not go through transformers' interface; ours serves it
+    "mpt": "cannot be followed",  # ALiBi; ours serves it
+    "xglm": "cannot be followed",  # as Falcon
 }
-"""Types that are not served, and what the refusal says."""
+"""Types that transformers' code does not serve here, and what the refusal says."""
 HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),

@@ -76,6 +76,16 @@ def test_a_device_that_no_installed_version_computes_on_is_refused(monkeypatch, 
             needs(16, AttentionParams(num_heads=1, num_kv_heads=1, head_dim=512, scale=1.0)),
             "up to 256",
         ),
+        (
+            (3,),
+            needs(16, AttentionParams(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, has_alibi=True)),
+            "no position biases",
+        ),
+        (
+            (3,),
+            needs(16, AttentionParams(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, has_sinks=True)),
+            "no attention sinks",
+        ),
     ],
 )
 def test_what_it_cannot_serve_is_refused(versions, needs, reason, monkeypatch, tmp_path):

@@ -83,20 +83,23 @@ def test_prompt_and_decodes_have_the_logits_of_transformers(name, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
+        ("bloom", {}),
         ("cohere", {"use_qk_norm": True, "num_key_value_heads": 2}),
         ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
         ("deepseek_v3", {"q_lora_rank": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
+        ("falcon", {"new_decoder_architecture": True}),
         ("gemma4_text", {**EXPERTS, "num_kv_shared_layers": 0}),
         ("glm4_moe", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
         ("gpt_oss", {"sliding_window": WINDOW}),
         ("granitemoe", {"residual_multiplier": 0.4, "logits_scaling": 2.5}),
         ("llama4_text", {"no_rope_layers": [1, 0], "moe_layers": [0], "floor_scale": 4}),
         ("minimax_m2", {"rotary_dim": 12}),
+        ("mpt", {}),
         ("qwen2_moe", {}),
         ("smollm3", {"no_rope_layers": [0, 1]}),
     ],
 )
-def test_families_of_llama_have_the_logits_of_transformers(model_type, fields, tmp_path):
+def test_families_have_the_logits_of_transformers(model_type, fields, tmp_path):
     reference = write_checkpoint(
         model_type,
         tmp_path,

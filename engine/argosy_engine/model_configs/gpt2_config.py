@@ -180,8 +180,6 @@ class FalconConfig(PlainConfig, frozen=True, kw_only=True):
     rope: RopeParameters | None = None
     alibi: Literal["bloom", "mpt"] | None = None
     """Whose slopes the scores' biases have (`alibi_slopes`); None: there are none."""
-    alibi_bias_max: Positive = 8.0
-    """Slopes of MPT start below 1 and end at 2 ** -this."""
     softmax_scale: Positive | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     norms: Literal["sequential", "one", "two"] = "sequential"
@@ -214,7 +212,7 @@ class FalconConfig(PlainConfig, frozen=True, kw_only=True):
             return ()
         if self.alibi == "mpt":
             power = 1 << (count - 1).bit_length()
-            slopes = [2.0 ** (-self.alibi_bias_max * index / power) for index in range(1, power + 1)]
+            slopes = [2.0 ** (-8 * index / power) for index in range(1, power + 1)]
             return tuple(slopes if power == count else [*slopes[1::2], *slopes[::2]][:count])
         power = 1 << (count.bit_length() - 1)
         more = [2.0 ** (-8 * index / (2 * power)) for index in range(1, 2 * (count - power), 2)]
@@ -290,8 +288,11 @@ def _mpt(raw: RawConfig) -> dict[str, Any]:
     asked = {
         "attn_type": attention.get("attn_type", "multihead_attention") != "multihead_attention",
         "prefix_lm": attention.get("prefix_lm"),
+        "rope": attention.get("rope"),
+        "sliding_window_size": attention.get("sliding_window_size", -1) not in (None, -1),
         "qk_ln": attention.get("qk_ln"),
         "alibi": not attention.get("alibi", True),
+        "alibi_bias_max": attention.get("alibi_bias_max", 8) != 8,  # which transformers does not read
         "expansion_ratio": raw.get("expansion_ratio", 4) != 4,
         "logit_scale": raw.get("logit_scale") is not None,
         "no_bias": not raw.get("no_bias", True),
@@ -313,6 +314,5 @@ def _mpt(raw: RawConfig) -> dict[str, Any]:
         "qkv_limit": attention.get("clip_qkv") or None,
         "softmax_scale": attention.get("softmax_scale"),
         "alibi": "mpt",
-        "alibi_bias_max": attention.get("alibi_bias_max", 8),
         "is_mpt": True,
     }

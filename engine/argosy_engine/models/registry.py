@@ -125,6 +125,9 @@ _GENERATING = {
     for generating, family in _FAMILIES.items()
     for name in (generating, family.base, family.classifier)
 }
+_FORMER = {"MPTForCausalLM": "MptForCausalLM"}
+"""Names that checkpoints had before transformers had the family."""
+_GENERATING |= _FORMER
 
 
 def is_native(architecture: str, model_impl: ModelImpl = "auto") -> bool:
@@ -178,7 +181,7 @@ def generates(architecture: str) -> bool:
 
 def config_name(architecture: str) -> str:
     """Return what transformers calls a decoder's config class."""
-    generating = _GENERATING.get(architecture)
+    generating = None if architecture in _FORMER else _GENERATING.get(architecture)
     base = _stem(architecture) if generating is None else _FAMILIES[generating].base.removesuffix("Model")
     return f"{base}Config"
 
