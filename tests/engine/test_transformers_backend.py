@@ -6,6 +6,7 @@ The whole list: `test_transformers_architectures`.
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.kv_cache_sizing import check_model
 from argosy_engine.sizing.resources import DeviceMemory
 from transformers_checkpoints import write_checkpoint
-from transformers_sweep import EXACT, outcome
+from transformers_sweep import EXACT, outcome, served
 
 CPU = torch.device("cpu")
 
@@ -76,6 +77,25 @@ def test_layers_in_our_kernels_give_the_tokens_of_transformers(model_type: str, 
     found = outcome(model_type, tmp_path, {"head_dim": 32}, model_impl="transformers")
     assert found[:2] == ("served", "")
     assert found.cached_tokens
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+def test_step_sizes_of_prompts_have_no_lower_bound(model_type: str, tmp_path: Path) -> None:
+    """As those of decodes, of which transformers bounds none."""
+    reference = write_checkpoint(model_type, tmp_path, time_step_min=0.5)
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    bounded = reference(tokens).logits[0, -1]
+    for module in reference.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
+    assert (reference(tokens).logits[0, -1] - bounded).abs().max() > 0.1
+    assert served(reference, tmp_path, model_impl="transformers")[:2] == ("served", "")
+
+
+@pytest.mark.parametrize("limit", [[0.5, math.inf], [0.0, 0.5]])
+def test_step_sizes_that_decodes_do_not_bound_are_refused(limit: list[float], tmp_path: Path) -> None:
+    write_checkpoint("falcon_h1", tmp_path, time_step_limit=limit)
+    assert "continues a state otherwise than it computes a whole prompt" in refusal(tmp_path)
 
 
 def test_an_architecture_of_ours_runs_on_either_code(tmp_path: Path) -> None:

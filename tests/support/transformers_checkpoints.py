@@ -66,7 +66,8 @@ _OWN: dict[str, dict[str, Any]] = {
                     "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 16},
     "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3],
-               "mamba_ngroups": 1, "n_mamba_heads": 8},
+               "mamba_ngroups": 1, "n_mamba_heads": 8,
+               "time_step_min": 1e-30, "time_step_floor": 0.05},  # as for Nemotron-H
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "falcon": {"num_kv_heads": 2},

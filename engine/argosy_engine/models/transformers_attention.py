@@ -277,6 +277,8 @@ def cache_argument(body: nn.Module, states: FollowedStates | StepStates | None) 
 
 _CONTINUED = 1e-3
 """Difference between a pass in one and in two that is allowed in float32, as a share of the largest output."""
+_DECODED = 8
+"""Tokens at the end of the reference pass that are computed one by one as well."""
 
 
 class _States(Cache):
@@ -577,12 +579,15 @@ class StateCall:
         whole = outputs([num_tokens], None)
         allowed = _CONTINUED * float(whole.abs().max())
         half = max(num_tokens // 2, 1)
-        for self.continues_singly, ends in (
-            (False, [half, num_tokens]),
-            (True, [half, *range(half + 1, num_tokens + 1)]),
-        ):
-            if float((outputs(ends, states) - whole).abs().max()) <= allowed:
-                return None
+        last = max(num_tokens - _DECODED, half)
+
+        def continues(*ends: int) -> bool:
+            return float((outputs(ends, states) - whole).abs().max()) <= allowed
+
+        self.continues_singly = not continues(half, num_tokens)
+        first = half if self.continues_singly else last
+        if continues(first, *range(first + 1, num_tokens + 1)):  # as decodes do
+            return None
         return f"{type(self._module).__name__} continues a state otherwise than it computes a whole prompt"
 
     def _part(self, blocks: torch.Tensor | None) -> dict[str, torch.Tensor]:

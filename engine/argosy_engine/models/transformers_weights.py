@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,10 @@ def load_transformers(
     else:
         model = _read(path, config, built, of_config, dtype, parts, on_loaded)
     model = (model if config.wrapper is None else text_model(model)).eval().requires_grad_(False)
+    if of_config.model_type in _BOUND_IN_PROMPTS:
+        for module in model.modules():
+            if getattr(module, "time_step_limit", None) == (of_config.time_step_min, math.inf):
+                module.time_step_limit = (0.0, math.inf)
     expected = None
     if communicator is not None:
         expected = [reference_outputs(model, config, prompt) for prompt in probe_prompts(config)]
@@ -118,6 +123,11 @@ def load_transformers(
     head = _label_head(path, config, model, device, seed)
     size = 1 if communicator is None else communicator.size
     return TransformersModel(config, model, backend, head, expected, size), elements
+
+
+_BOUND_IN_PROMPTS = ("nemotron_h", "zamba2")
+"""Model types of which transformers bounds step sizes of prompts, and not of decodes, by `time_step_min`. That is where
+training draws initial biases from; neither had a bound in training."""
 
 
 def _takes_pooling_layer(built: type[PreTrainedModel]) -> bool:
