@@ -59,7 +59,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 32,
         "moe_shared_expert_intermediate_size": 1024,
     },
-}
+    "qwen3_5_text": {  # Qwen3.5-0.8B
+        "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "vocab_size": 248320, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 CONTENDERS = ("argosy", "fallback", "transformers")
 WORK = {"a prompt of 512": (1, 512, 1), "1 request": (1, 32, 32), "8 requests": (8, 32, 32)}
 IN_TURN_WORK = {"16 requests": (16, 32, 32), "1 request": (1, 32, 32), "a prompt of 2000": (1, 2000, 1)}
