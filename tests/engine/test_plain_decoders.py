@@ -20,6 +20,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.gpt2_config import FalconConfig
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.models.config_file import load_model_config, parse_config
+from fp8_checkpoints import FORMATS, quantize_checkpoint
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from thread_workers import thread_workers
@@ -97,6 +98,17 @@ def test_ranks_have_the_logits_of_transformers(
     ranks = run_threads(size, lambda group: logits_of(tmp_path, group, Sharding(group.rank, size)))
     torch.testing.assert_close(ranks[0], expected, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(ranks[0], other) for other in ranks[1:]), "ranks would sample different tokens"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantised_projections_in_groups_compute_what_widened_ones_compute(form: str, tmp_path: Path) -> None:
+    """On two ranks as well: a group has rows of q, k and v, of which each takes its own."""
+    write_checkpoint("falcon", tmp_path, new_decoder_architecture=True, bias=True)
+    quantize_checkpoint(tmp_path, form)
+    expected = logits_of(tmp_path / "widened")
+    torch.testing.assert_close(logits_of(tmp_path), expected, atol=1e-5, rtol=1e-5)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 16, 71, 112])

@@ -75,6 +75,9 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
     for name, tensor in tensors.items():
         is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or ".in_proj_" in name
         is_linear = is_linear or ".shared_expert_gate" in name or ".per_layer_" in name
+        is_linear = is_linear or name.endswith(
+            ("query_key_value.weight", ".dense.weight", "4h.weight", "_to_h.weight")
+        )
         is_linear = (
             is_linear or name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))
         ) and tensor.ndim == 2
