@@ -601,8 +601,8 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """Secrets for the registry of the engine's image, besides those of the operator's own settings."""
 
     @property
-    def secrets(self) -> Iterator[str]:
-        """Names of the Secrets that pods get."""
+    def read_secrets(self) -> Iterator[str]:
+        """Names of the Secrets that the engine's container can read."""
         for volume in self.volumes:
             if volume.secret is not None:
                 yield volume.secret.secret_name
@@ -612,7 +612,6 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
             for variable in container.env:
                 if variable.value_from is not None and variable.value_from.secret_key_ref is not None:
                     yield variable.value_from.secret_key_ref.name
-        yield from (each.name for each in self.image_pull_secrets)
 
     @property
     def claims(self) -> Iterator[str]:
