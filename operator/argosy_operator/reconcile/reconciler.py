@@ -24,7 +24,6 @@ became of the write. Who waits in which order, each reconcile tells again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -70,7 +69,7 @@ from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
-from argosy_operator.reconcile.workqueue import run_together
+from argosy_operator.reconcile.workqueue import CpuMeter, run_together
 from argosy_operator.status.problems import scaling_status, unmounted_pods
 from argosy_resource.fleet_document import LostName
 from argosy_resource.types import InferenceService, parse
@@ -137,7 +136,7 @@ class Reconciler:
             store, config.max_concurrent_rollouts, wake, now=now, is_left_alone=self._is_left_alone
         )
         self.costs: dict[Name, float] = {}
-        """Seconds of CPU time that the last look at a service took."""
+        """Seconds of CPU time that the last reconcile of each service took."""
         self._left_alone: dict[Name, tuple[_Version, bool]] = {}
         """Whether a service is, and the version of it that says so."""
         self._failing: dict[Name, str] = {}
@@ -166,9 +165,13 @@ class Reconciler:
             OperatorError: try again later; what a user should know of it is already in the status.
         """
         self._turn.begin(key)
+        meter = CpuMeter()
         try:
-            await self._reconcile(key, lost_names, published, is_left_out=is_left_out)
+            await meter.run(self._reconcile(key, lost_names, published, is_left_out=is_left_out))
         finally:
+            self.costs[key] = meter.seconds
+            if self._store.get(INFERENCE_SERVICES, *key) is None:
+                del self.costs[key]
             self._turn.wake_next()
 
     def wake_next(self) -> None:
@@ -185,7 +188,6 @@ class Reconciler:
             self._turn.leave(key)
             self._left_alone.pop(key, None)
             self._failing.pop(key, None)
-            self.costs.pop(key, None)
             self._observer.forget(key)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
@@ -193,7 +195,6 @@ class Reconciler:
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, oversize_problem(obj) or str(error))
             return
-        began = time.thread_time()
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)
         observed = self._observer.observe(service, lost_names, published, scalers)
@@ -212,7 +213,6 @@ class Reconciler:
             if each not in children
         )
         takes_turn = diff.takes_turn and any(kind_of(each.wanted) is DEPLOYMENTS for each in children)
-        self.costs[key] = time.thread_time() - began
         failure: OperatorError | None = None
         try:
             # No await between the observation and the claim: see RolloutLock.
