@@ -155,7 +155,7 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
         if self.held_revision:
             found[HELD_ANNOTATION] = self.held_revision
         if self.canary is not None:
-            found[CANARY_ANNOTATION] = _encode_canary(self.canary.state)
+            found[CANARY_ANNOTATION] = msgspec.json.encode(self.canary.state).decode()
         if self.turn is not None:
             found[TURN_ANNOTATION] = self.turn.text
         return found
@@ -172,26 +172,20 @@ def plan_rollout(
         held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
     unhealthy = unhealthy_replicas(own) if held else ""
     if held and (own.rolling_elsewhere or unhealthy):
-        waits_for = "" if unhealthy else own.rolling_elsewhere
-        plan = _waiting(service, held, waits_for=waits_for, unhealthy=unhealthy)
+        plan = RolloutPlan(
+            phase="waiting-for-turn",
+            surge=service.spec.rollout.surge,
+            unavailable=service.spec.rollout.unavailable,
+            is_paused=True,
+            held_revision=held,
+            waits_for="" if unhealthy else own.rolling_elsewhere,
+            unhealthy=unhealthy,
+        )
     elif canary is not None and canary.held:
         plan = _trying(service, observed, revision, canary)
     else:
         plan = _rolling(service, own, revision, canary, is_own=bool(held))
     return msgspec.structs.replace(plan, input_digest=digest)
-
-
-def _waiting(service: InferenceService, held: str, *, waits_for: str, unhealthy: str) -> RolloutPlan:
-    """The operator's own change waits: its pods keep the revision `held`."""
-    return RolloutPlan(
-        phase="waiting-for-turn",
-        surge=service.spec.rollout.surge,
-        unavailable=service.spec.rollout.unavailable,
-        is_paused=True,
-        held_revision=held,
-        waits_for=waits_for,
-        unhealthy=unhealthy,
-    )
 
 
 def _trying(
@@ -547,11 +541,6 @@ def _read_canary(deployment: Object | None) -> CanaryState | None:
         return msgspec.json.decode(text, type=CanaryState)
     except msgspec.MsgspecError:
         return None
-
-
-def _encode_canary(state: CanaryState) -> str:
-    """The value of the annotation."""
-    return msgspec.json.encode(state).decode()
 
 
 def key_of_trial(service: InferenceService, deployment: Object | None) -> str:

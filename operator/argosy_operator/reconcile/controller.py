@@ -50,7 +50,7 @@ from argosy_operator.names import (
 from argosy_operator.observation import has_the_turn, serves
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
-from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_operator.reconcile.leadership import Leadership, fenced
 from argosy_operator.reconcile.lister import Lister, with_kind
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
@@ -124,7 +124,7 @@ class Controller:
     ) -> None:
         """`leadership` None: no other operator runs, and this one always writes. `now` is the time (RFC 3339)."""
         if leadership is not None:
-            api = FencedApi(api, leadership)
+            api = fenced(api, leadership)
         self._api = api
         self._leadership = leadership
         self._may_work = asyncio.Event()

@@ -66,7 +66,7 @@ from argosy_operator.observation import (
 )
 from argosy_operator.pod import Pod, Problem, min_time, own_pods, seconds_between, with_workers
 from argosy_operator.reconcile.autoscaler import Autoscaler
-from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets
+from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets, patched
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.workqueue import CpuMeter, run_together
@@ -360,14 +360,8 @@ class Reconciler:
         await run_together(partial(self._set_deletion_cost, service, change) for change in changes)
 
     async def _set_deletion_cost(self, service: InferenceService, change: CostChange) -> None:
-        self._metrics.writes.labels(PODS.name, "patch").inc()
-        try:
-            stored = await self._api.patch(PODS, service.metadata.namespace, change.pod.name, change.patch)
-        except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced
-                raise
-        else:
-            self._store.put(PODS, stored)
+        sent = self._api.patch(PODS, service.metadata.namespace, change.pod.name, change.patch)
+        await patched(self._store, self._metrics, PODS, "patch", sent)
 
     def _is_left_alone(self, key: Name) -> bool:
         """Whether a service's Deployment is not applied: for a problem of its plan, or as its namespace is refused."""
@@ -387,17 +381,8 @@ class Reconciler:
         return is_left_alone
 
     async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:
-        """Patch the status of a pod, which may be gone by now."""
-        self._metrics.writes.labels(PODS.name, "patch-status").inc()
-        try:
-            stored = await self._api.patch_status(
-                PODS, service.metadata.namespace, pod.name, patch, strategic=True
-            )
-        except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced: an event is on the way
-                raise
-        else:
-            self._store.put(PODS, stored)
+        sent = self._api.patch_status(PODS, service.metadata.namespace, pod.name, patch, strategic=True)
+        await patched(self._store, self._metrics, PODS, "patch-status", sent)
 
     async def _is_current(self, service: InferenceService) -> bool:
         """Whether the resource is as it was observed. Asks the API server, because the store may lag behind, and each
