@@ -425,7 +425,6 @@ def api_server_url(env: Mapping[str, str]) -> str:
 def handlers(
     controller: Controller, watched: Mapping[Kind, str], sessions: Sessions
 ) -> kopf.OperatorRegistry:
-    """One event handler for each kind, and the login."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)

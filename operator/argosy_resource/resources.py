@@ -166,7 +166,6 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def devices(self) -> int:
-        """Number of devices of one replica."""
         return self.tensor * self.pipeline * self.data
 
     @property

@@ -37,7 +37,6 @@ def rules_of(*rules: Rule) -> dict[str, Any]:
 
 
 def rule_schema(rule: Rule) -> dict[str, str]:
-    """The rule as an entry of the CRD."""
     schema = {"rule": rule.rule, "message": rule.message}
     if rule.message_expression:
         schema["messageExpression"] = rule.message_expression

@@ -146,7 +146,6 @@ class FetchWatch:
             self._emptied_at[pod.service] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Stop polling."""
         for uid in list(self._polled):
             self.forget(uid)
 
@@ -253,7 +252,12 @@ async def http_progress(address: str) -> ModelProgress:
         host = f"[{address}]" if ":" in address else address
         # HTTP/1.0: the answer is not chunked, and ends with the connection.
         writer.write(f"GET {PROGRESS_PATH} HTTP/1.0\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        answer = await _read(reader)
+        try:
+            await reader.readexactly(MAX_ANSWER_BYTES + 1)
+        except asyncio.IncompleteReadError as end:
+            answer = end.partial
+        else:
+            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
     finally:
         writer.transport.abort()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -263,17 +267,3 @@ async def http_progress(address: str) -> ModelProgress:
     if len(body) > MAX_REPORT_BYTES:
         raise ValueError(f"more than {MAX_REPORT_BYTES} bytes")
     return msgspec.json.decode(body, type=ModelProgress)
-
-
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    """The whole answer, head and body.
-
-    Raises:
-        ValueError: it is longer than MAX_ANSWER_BYTES.
-    """
-    answer = b""
-    while chunk := await reader.read(MAX_ANSWER_BYTES):
-        answer += chunk
-        if len(answer) > MAX_ANSWER_BYTES:
-            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
-    return answer

@@ -158,7 +158,6 @@ class RouterWatch(_Polls[RoutableReport]):
         self._refresh(None)
 
     def close(self) -> None:
-        """Stop polling."""
         self._follow({})
         if self._timer is not None:
             self._timer.cancel()
@@ -310,7 +309,6 @@ class LoadWatch(_Polls[LoadReport]):
         """When all routers were asked last by `ask`, and their answers."""
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
-        """Set the router pods that run now."""
         self._pods = {pod.uid: pod for pod in pods}
         self.set_needed(self._is_needed)
 
@@ -320,7 +318,6 @@ class LoadWatch(_Polls[LoadReport]):
         self._follow(self._pods if is_needed else {})
 
     def close(self) -> None:
-        """Stop polling."""
         self.set_needed(False)
 
     def view(self) -> Mapping[str, ServiceLoad]:

@@ -305,7 +305,6 @@ class ScalerWatch:
                 self._scopes[namespace] = self._scope(namespace)
 
     def close(self) -> None:
-        """Stop watching."""
         self.set_needed(False)
 
     @property

@@ -112,7 +112,6 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
-    """Compute the children that should exist now."""
     secret = _secret(service, observed, config)
     images = pinned_images(service, observed, config)
     key_digest = _key_digest(service, config, images)

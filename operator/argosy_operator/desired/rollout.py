@@ -150,7 +150,6 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def annotations(self) -> dict[str, str]:
-        """Annotations of the Deployment."""
         found = {INPUT_ANNOTATION: self.input_digest}
         if self.held_revision:
             found[HELD_ANNOTATION] = self.held_revision
@@ -411,22 +410,13 @@ def _is_of(observed: Observation, revision: str) -> bool:
 
 _EXITED: Final = ("ContainerExited", "OOMKilled")
 _OCCUPIED: Final = (
-    "Insufficient ",
-    "Too many pods",
-    NO_DEVICE,
-    "anti-affinity",
-    "topology spread",
-    "in use",
-    "in-use",
+    *("Insufficient ", "Too many pods", NO_DEVICE, "anti-affinity", "topology spread", "in use", "in-use"),
     "volume count",
 )
 """The scheduler's words for what another pod may give back."""
 _NOT_OFFERED: Final = (
-    "didn't match Pod's node affinity/selector",
-    "taint",
-    "node(s) were unschedulable",
-    "persistentvolumeclaim",
-    "volume node affinity conflict",
+    *("didn't match Pod's node affinity/selector", "taint", "node(s) were unschedulable"),
+    *("persistentvolumeclaim", "volume node affinity conflict"),
 )
 """Its words for what no pod can give back."""
 

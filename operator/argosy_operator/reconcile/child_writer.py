@@ -227,7 +227,6 @@ class ChildWriter:
 
 
 def _pointer(path: Path) -> str:
-    """JSON pointer (RFC 6901)."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 

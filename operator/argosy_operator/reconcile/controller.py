@@ -375,7 +375,6 @@ class Controller:
             self._autoscaler.evaluate_some(services)
 
     async def _read_scaled(self, name: Name) -> None:
-        """Read a service with spec.scaling anew."""
         held = self.store.get(INFERENCE_SERVICES, *name)
         if held is None or not (held.get("spec") or {}).get("scaling"):
             return

@@ -222,7 +222,6 @@ class Lister:
         self._wakeup.set()
 
     def note_watched(self, namespace: str | None, kind: Kind) -> None:
-        """Note that a watch has begun."""
         place = self._places[namespace]
         place.unwatched.pop(kind, None)
         place.failed_watches.pop(kind, None)

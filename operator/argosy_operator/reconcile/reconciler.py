@@ -433,7 +433,6 @@ class Observer:
         published: str,
         scalers: Scalers,
     ) -> Observation:
-        """Take an observation of the service, as of now."""
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
@@ -460,7 +459,6 @@ class Observer:
         )
 
     def forget(self, key: Name) -> None:
-        """Forget a service that is deleted."""
         self._stopping.pop(key, None)
 
     def _with_their_ends(self, key: Name, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
@@ -566,7 +564,6 @@ class RolloutLock:
         self._woken.discard(service)
 
     def wait(self, service: Name) -> None:
-        """Note that a service waits for a turn."""
         self._waiting.setdefault(service)
 
     def leave(self, service: Name) -> None:

@@ -51,6 +51,7 @@ from argosy_operator.status.problems import (
     container_problem,
     failed_create,
     failed_pod,
+    listed,
     lost_node,
     missing_claim,
     problem_message,
@@ -299,7 +300,7 @@ def workload_ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "Starting", f"{so_far}; {lacking}")
     waiting = [pod.name for pod in view.judged_pods if not pod.is_up]
     return ConditionState(
-        "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far
+        "False", "Starting", f"{so_far}; waiting for {listed(sorted(waiting))}" if waiting else so_far
     )
 
 
@@ -322,26 +323,24 @@ def routable(view: ServiceView) -> ConditionState:
     unrouted = [pod.name for pod in view.observed.pods if pod.is_up and not pod.is_routable]
     if unrouted:
         return ConditionState(
-            "False", "WaitingForRouter", f"{so_far}; no router is synced with {_names(unrouted)}"
+            "False", "WaitingForRouter", f"{so_far}; no router is synced with {listed(sorted(unrouted))}"
         )
     return ConditionState("False", "WaitingForReplicas", so_far)
 
 
 def _unsent_message(view: ServiceView) -> str:
-    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
     return (
-        f"routers know {names} and have sent requests to none for a minute: they cannot connect, or requests fail; "
-        "look at the routers' logs"
+        f"routers know {_routable_pods(view)} and have sent requests to none for a minute: they cannot connect, or "
+        "requests fail; look at the routers' logs"
     )
 
 
 def _unheard_message(view: ServiceView) -> str:
-    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
-    silent = _names([*view.observed.routers.unreachable])
+    silent = listed(view.observed.routers.unreachable)
     return (
-        f"routers that answer have sent requests to none of {names} for a minute; router {silent} runs and has not "
-        "answered the operator for a minute, so it may: look whether a NetworkPolicy keeps the operator from port "
-        "8081 of its pod, and at the routers' logs"
+        f"routers that answer have sent requests to none of {_routable_pods(view)} for a minute; router {silent} runs "
+        "and has not answered the operator for a minute, so it may: look whether a NetworkPolicy keeps the operator "
+        "from port 8081 of its pod, and at the routers' logs"
     )
 
 
@@ -474,9 +473,8 @@ def _lost_names_message(view: ServiceView) -> str:
     return f"{lost}; clients reach this service as {view.service.key!r}"
 
 
-def _names(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def _routable_pods(view: ServiceView) -> str:
+    return listed(sorted(pod.name for pod in view.observed.pods if pod.is_routable))
 
 
 def model_cached(view: ServiceView) -> ConditionState:
@@ -623,7 +621,6 @@ def rollout_status(service: InferenceService, plan: CanaryPlan | None, now: str)
 
 
 def _rollout_phase(plan: CanaryPlan) -> RolloutPhase:
-    """The phase as the status names it."""
     if plan.state.phase == "failed":
         return "Failed"
     if plan.state.phase == "promoting":

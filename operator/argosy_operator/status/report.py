@@ -57,16 +57,8 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
 }
 """Reasons of Progressing that become an event, and its type."""
 _PLANNED: Final = frozenset(
-    {
-        "RollingOut",
-        "Untried",
-        "Paused",
-        "WaitingForTurn",
-        "CanaryStarting",
-        "CanaryAnalyzing",
-        "CanaryHeld",
-        "CanaryPromoting",
-    }
+    {"RollingOut", "Untried", "Paused", "WaitingForTurn"}
+    | {"CanaryStarting", "CanaryAnalyzing", "CanaryHeld", "CanaryPromoting"}
 )
 """Reasons for which a service that was ready is not any more because somebody has changed it."""
 _WORKLOAD: Final[Mapping[str, EventType]] = {
