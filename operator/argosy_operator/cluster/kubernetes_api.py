@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -156,12 +156,7 @@ class KubernetesApi:
                 response.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        try:
-            return await self._request("get", self._path(kind, namespace, name))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        return await _found(self._request("get", self._path(kind, namespace, name)))
 
     async def has_namespace(self, name: str) -> bool | None:
         try:
@@ -175,20 +170,10 @@ class KubernetesApi:
         return True
 
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        try:
-            return await self._request(  # the dry run of a patch that changes nothing
-                "patch",
-                self._path(kind, namespace, name),
-                body={},
-                content_type="application/merge-patch+json",
-                dry_run="All",
-                field_manager=FIELD_MANAGER,
-                header_params={"Accept": METADATA_ONLY},
-            )
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        path = self._path(kind, namespace, name)
+        # The dry run of a patch that changes nothing.
+        headers = {"Accept": METADATA_ONLY}
+        return await _found(self._patch("merge-patch+json", path, {}, dry_run="All", header_params=headers))
 
     async def create_only(self, manifest: Object) -> Object:
         path = self._resource(kind_of(manifest)).path(namespace=manifest["metadata"]["namespace"])
@@ -202,14 +187,8 @@ class KubernetesApi:
     async def apply(self, manifest: Object) -> Object:
         metadata = manifest["metadata"]
         try:
-            return await self._request(
-                "patch",
-                self._path(kind_of(manifest), metadata["namespace"], metadata["name"]),
-                body=manifest,
-                content_type="application/apply-patch+yaml",
-                field_manager=FIELD_MANAGER,
-                force_conflicts="true",
-            )
+            path = self._path(kind_of(manifest), metadata["namespace"], metadata["name"])
+            return await self._patch("apply-patch+yaml", path, manifest, force_conflicts="true")
         except ApiError as error:
             if error.status == 422 and '"field":"metadata.uid"' in error.message:
                 # The API server calls another object's UID an attempt to change an immutable field.
@@ -220,31 +199,13 @@ class KubernetesApi:
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
     ) -> Object:
         style = "strategic-merge-patch" if strategic else "merge-patch"
-        return await self._request(
-            "patch",
-            f"{self._path(kind, namespace, name)}/status",
-            body=patch,
-            content_type=f"application/{style}+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch(f"{style}+json", f"{self._path(kind, namespace, name)}/status", patch)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
-        return await self._request(
-            "patch",
-            self._path(kind, namespace, name),
-            body=patch,
-            content_type="application/merge-patch+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch("merge-patch+json", self._path(kind, namespace, name), patch)
 
     async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
-        return await self._request(
-            "patch",
-            self._path(kind, namespace, name),
-            body=list(steps),
-            content_type="application/json-patch+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch("json-patch+json", self._path(kind, namespace, name), list(steps))
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
@@ -268,6 +229,11 @@ class KubernetesApi:
     def _path(self, kind: Kind, namespace: str, name: str) -> str:
         return self._resource(kind).path(name=name, namespace=namespace)
 
+    async def _patch(self, style: str, path: str, body: object, **params: Any) -> Object:
+        """Send a patch of media type `application/STYLE`."""
+        named = {"content_type": f"application/{style}", "field_manager": FIELD_MANAGER}
+        return await self._request("patch", path, body=body, **named, **params)
+
     async def _request(self, method: str, path: str, **params: Any) -> Object:
         response = await self._answer(method, path, **params)
         with _translated(f"{method.upper()} {path}"):
@@ -281,6 +247,16 @@ class KubernetesApi:
                 method, path, serialize=False, _request_timeout=timeout, **params
             )
         return response
+
+
+async def _found(request: Awaitable[Object]) -> Object | None:
+    """The answer; None if there is no such object."""
+    try:
+        return await request
+    except ApiError as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def _object(value: Any) -> Object:

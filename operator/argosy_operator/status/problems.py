@@ -415,11 +415,8 @@ def scaling_status(
     if service.spec.scaling is None:
         return None
     if scalers.decide:
-        decision = ScalingDecision(
-            wanted=service.spec.replicas,
-            reason=SCALED_ELSEWHERE,
-            message=f"{_named_scalers(scalers)} decides",
-        )
+        told = f"{_named_scalers(scalers)} decides"
+        decision = ScalingDecision(service.spec.replicas, SCALED_ELSEWHERE, told)
     before = service.status.scaling or ScalingStatus()
     wanted = service.spec.replicas
     cold_start = max(
