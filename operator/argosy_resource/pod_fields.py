@@ -186,7 +186,7 @@ PriorityClassName = Annotated[
                     "other one; have the administrator create a PriorityClass for engines"
                 ),
             )
-        ),
+        )
     ),
 ]
 
@@ -326,10 +326,7 @@ _env_name_rules: Final[dict[str, Any]] = rules_of(
 EnvName = Annotated[
     str,
     Meta(
-        min_length=1,
-        max_length=256,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$",
-        extra_json_schema=_env_name_rules,
+        min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", extra_json_schema=_env_name_rules
     ),
 ]
 FileMode = Annotated[int, Meta(ge=0, le=0o777)]

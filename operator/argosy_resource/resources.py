@@ -171,9 +171,4 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def layout(self) -> dict[str, int]:
         """The fields that say how a model is divided, by their names."""
-        return {
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "data": self.data,
-            "expert": self.expert,
-        }
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "expert": self.expert}

@@ -359,14 +359,7 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 ConditionType = Literal[
-    "Ready",
-    "Progressing",
-    "WorkloadReady",
-    "ModelCached",
-    "Routable",
-    "Degraded",
-    "Reconciling",
-    "Stalled",
+    "Ready", "Progressing", "WorkloadReady", "ModelCached", "Routable", "Degraded", "Reconciling", "Stalled"
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -429,13 +422,7 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """What spec.scaling has decided; absent without it."""
     rollout: RolloutStatus | None = None
     """How far spec.rollout.canary is; absent without it, and once the change is rolled out."""
-    conditions: Annotated[
-        tuple[Condition, ...],
-        Meta(
-            max_length=16,
-            extra_json_schema=MAP_BY_TYPE,
-        ),
-    ] = ()
+    conditions: Annotated[tuple[Condition, ...], Meta(max_length=16, extra_json_schema=MAP_BY_TYPE)] = ()
     """Ready (the summary), Progressing, WorkloadReady, ModelCached, Routable, Degraded; Reconciling and Stalled for
     kstatus."""
 

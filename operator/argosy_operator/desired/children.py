@@ -370,11 +370,7 @@ def _node_set(service: InferenceService, leader: Pod, wanted: NodeTemplate) -> M
             "podManagementPolicy": "Parallel",
             "revisionHistoryLimit": 1,
             "selector": {
-                "matchLabels": {
-                    COMPONENT_LABEL: NODE_COMPONENT,
-                    SERVICE_LABEL: service_label(service),
-                    **own,
-                }
+                "matchLabels": {COMPONENT_LABEL: NODE_COMPONENT, SERVICE_LABEL: service_label(service), **own}
             },
             "template": {
                 "metadata": {**metadata, "labels": labels},

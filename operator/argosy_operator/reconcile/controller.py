@@ -163,20 +163,6 @@ class Controller:
             wall=lambda: datetime.datetime.now(datetime.UTC),
             on_change=self.queue.add,
         )
-        self._reconciler = Reconciler(
-            api,
-            self.store,
-            config,
-            metrics=self.metrics,
-            now=now,
-            routers=self.routers,
-            fetches=self.fetches,
-            loads=self.loads,
-            autoscaler=self._autoscaler,
-            is_known=self.lister.is_known,
-            wake=self.queue.add,
-            look_again=self.queue.add_after,
-        )
         self.namespaces = NamespaceWatch(
             api, config.watch_namespaces, on_change=lambda: self.queue.add(FLEET)
         )
@@ -188,6 +174,21 @@ class Controller:
             has_listed=self.lister.has_listed_services,
             namespaces=lambda: self.namespaces.names,
             now=now,
+        )
+        self._reconciler = Reconciler(
+            api,
+            self.store,
+            config,
+            metrics=self.metrics,
+            now=now,
+            routers=self.routers,
+            fetches=self.fetches,
+            loads=self.loads,
+            autoscaler=self._autoscaler,
+            fleet=self._fleet,
+            is_known=self.lister.is_known,
+            wake=self.queue.add,
+            look_again=self.queue.add_after,
         )
         self._deciding_names, self._writing_fleet = asyncio.Lock(), asyncio.Lock()
         self._are_names_decided = False
@@ -421,9 +422,7 @@ class Controller:
                     await self._publish_fleet()
                 elif self.lister.is_known(key[0]):  # otherwise it is queued once its namespace was read
                     await self._know_names()
-                    lost, published = self._fleet.lost_names_of(key), self._fleet.canary_of(key)
-                    is_left_out = self._fleet.is_left_out(key)
-                    await self._reconciler.reconcile(key, lost, published, is_left_out=is_left_out)
+                    await self._reconciler.reconcile(key)
                     if self._fleet.divides_differently(key):
                         self.queue.add(FLEET)
                     elif self._fleet.lags(key):

@@ -35,12 +35,7 @@ from argosy_operator.names import (
     pod_owners,
 )
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_protocol.fleet import (
-    FleetDocument,
-    FleetService,
-    decode_fleet,
-    encode_fleet,
-)
+from argosy_protocol.fleet import FleetDocument, FleetService, decode_fleet, encode_fleet
 from argosy_protocol.reports import stage
 from argosy_resource.engine_command import COMPONENT_LABEL
 from argosy_resource.fleet_document import (

@@ -67,11 +67,11 @@ from argosy_operator.observation import (
 from argosy_operator.pod import Pod, Problem, min_time, own_pods, seconds_between, with_workers
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets, patched
+from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.workqueue import CpuMeter, run_together
 from argosy_operator.status.problems import scaling_status, unmounted_pods
-from argosy_resource.fleet_document import LostName
 from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
@@ -116,6 +116,7 @@ class Reconciler:
         fetches: FetchWatch,
         loads: LoadWatch,
         autoscaler: Autoscaler,
+        fleet: FleetPublisher,
         is_known: Callable[[str], bool],
         wake: Callable[[Name], None],
         look_again: Callable[[Name, float], None],
@@ -128,6 +129,7 @@ class Reconciler:
         self._now = now
         self._is_known = is_known
         self._autoscaler = autoscaler
+        self._fleet = fleet
         self._look_again = look_again
         self._loads = loads
         self.key_secrets = KeySecrets(api, metrics)
@@ -141,7 +143,7 @@ class Reconciler:
         """Whether a service is, and the version of it that says so."""
         self._failing: dict[Name, str] = {}
         """Since when the API server has carried out no change of a service's children (RFC 3339)."""
-        self._observer = Observer(store, self._turn, routers, fetches, loads, now=now)
+        self._observer = Observer(store, self._turn, routers, fetches, loads, fleet, now=now)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
@@ -155,11 +157,8 @@ class Reconciler:
         self._observer.began = self._now()
         self._failing.clear()
 
-    async def reconcile(
-        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool = False
-    ) -> None:
-        """Reconcile one resource once. `lost_names` are those that it claims and does not have, `published` is the
-        canary revision by which the fleet document divides it, `is_left_out` whether that has no room for it.
+    async def reconcile(self, key: Name) -> None:
+        """Reconcile one resource once.
 
         Raises:
             OperatorError: try again later; what a user should know of it is already in the status.
@@ -167,7 +166,7 @@ class Reconciler:
         self._turn.begin(key)
         meter = CpuMeter()
         try:
-            await meter.run(self._reconcile(key, lost_names, published, is_left_out=is_left_out))
+            await meter.run(self._reconcile(key))
         finally:
             self.costs[key] = meter.seconds
             if self._store.get(INFERENCE_SERVICES, *key) is None:
@@ -178,9 +177,7 @@ class Reconciler:
         """Have services reconciled that wait for a turn, if one is free."""
         self._turn.wake_next()
 
-    async def _reconcile(
-        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool
-    ) -> None:
+    async def _reconcile(self, key: Name) -> None:
         if self._turn.is_unclear(key):
             await self._read_deployment(key)
         obj = self._store.get(INFERENCE_SERVICES, *key)
@@ -197,7 +194,7 @@ class Reconciler:
             return
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)
-        observed = self._observer.observe(service, lost_names, published, scalers)
+        observed = self._observer.observe(service, scalers)
         diff = compute_diff(service, observed, self._config)
         if diff.plan.rollout.waits_for and diff.plan.problem is None and not service.spec.paused:
             self._turn.wait(key)
@@ -233,9 +230,9 @@ class Reconciler:
         else:
             self._failing.pop(key, None)
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
-        if problem is None and is_left_out:
+        if problem is None and self._fleet.is_left_out(key):
             problem = _LEFT_OUT
-        later = self._observer.observe(service, lost_names, published, scalers)
+        later = self._observer.observe(service, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         asked = stored.spec.replicas
         with nullcontext() if failure is None else suppress(ApiError):  # what failed first is raised
@@ -412,9 +409,11 @@ class Observer:
         routers: RouterWatch,
         fetches: FetchWatch,
         loads: LoadWatch,
+        fleet: FleetPublisher,
         *,
         now: Callable[[], str],
     ) -> None:
+        self._fleet = fleet
         self._store = store
         self._turn = turn
         self._routers = routers
@@ -426,13 +425,7 @@ class Observer:
         self._stopping: dict[Name, dict[str, str]] = {}
         """When each pod that is terminating was first seen so, by service and UID."""
 
-    def observe(
-        self,
-        service: InferenceService,
-        lost_names: tuple[LostName, ...],
-        published: str,
-        scalers: Scalers,
-    ) -> Observation:
+    def observe(self, service: InferenceService, scalers: Scalers) -> Observation:
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
@@ -446,10 +439,10 @@ class Observer:
             routers=self._routers.view,
             fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
             unpolled_fetches=frozenset(pod.uid for pod in pods if pod.uid in unpolled),
-            lost_names=lost_names,
+            lost_names=self._fleet.lost_names_of(key),
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
-            published_canary=published,
+            published_canary=self._fleet.canary_of(key),
             load=self._loads.view().get(service.key) if service.spec.rollout.canary is not None else None,
             scalers=scalers
             if service.spec.scaling is not None

@@ -31,12 +31,7 @@ from argosy_operator.status.conditions import (
 from argosy_operator.status.problems import Counts, ServiceView
 from argosy_resource.engine_command import selector
 from argosy_resource.scaling import ScalingStatus
-from argosy_resource.types import (
-    Condition,
-    ConditionType,
-    InferenceService,
-    InferenceServiceStatus,
-)
+from argosy_resource.types import Condition, ConditionType, InferenceService, InferenceServiceStatus
 
 _MAX_REASON: Final = 1024
 _MAX_MESSAGE: Final = 32768
