@@ -294,17 +294,14 @@ FETCH_CONTAINER: Final = "fetch-model"
 """The init container that fetches a model which is not in a volume."""
 
 RESERVED_ENV: Final = (
-    "ARGOSY_API_KEY",
-    "ARGOSY_INTERNAL_KEYS_FILE",
-    "ARGOSY_MASTER_ADDR",
-    "ARGOSY_NODE_KEY",
-    "ARGOSY_NODE_RANK",
-    "ARGOSY_NODE_TEMPLATE_HASH",
-    "ARGOSY_OFFLINE",
-    "HOME",
-    "POD_NAME",
-    "POD_NAMESPACE",
-    "POD_UID",
+    *(
+        "ARGOSY_API_KEY",
+        "ARGOSY_INTERNAL_KEYS_FILE",
+        "ARGOSY_MASTER_ADDR",
+        "ARGOSY_NODE_KEY",
+        "ARGOSY_NODE_RANK",
+    ),
+    *("ARGOSY_NODE_TEMPLATE_HASH", "ARGOSY_OFFLINE", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID"),
 )
 """Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""
 
