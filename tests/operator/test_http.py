@@ -151,7 +151,7 @@ async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await api.serves(INFERENCE_SERVICES)
         assert await api.get(DEPLOYMENTS, "team", "none") is None
         found = await api.list(PODS, namespace="team")
-        assert (found.items, found.version.isdigit()) == ([], True)
+        assert (found.items, found.version.isdigit(), found.are_kept) == ([], True, True)
         with pytest.raises(ApiError) as caught:
             await api.patch_status(
                 PODS, "team", "none", {"metadata": {"uid": "u"}, "status": {}}, strategic=True

@@ -34,6 +34,8 @@ class ObjectList(Struct, frozen=True):
     items: Iterable[Object]
     """Of a page they are read one by one, once: each may take 50 MB, and only some of it is kept."""
     version: str = ""
+    are_kept: bool = False
+    """Whether the items are no more than what the store keeps of them."""
 
 
 class Api(Protocol):

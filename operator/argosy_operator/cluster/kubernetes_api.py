@@ -110,7 +110,7 @@ class KubernetesApi:
                 with _translated(f"list {kind.plural}"):
                     items += [kept_fields(kind, item) for item in page.items]
                 version = page.version
-        return ObjectList(items, version)
+        return ObjectList(items, version, are_kept=True)
 
     def list_pages(
         self, kind: Kind, *, namespace: str | None, limit: int
