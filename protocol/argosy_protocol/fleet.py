@@ -257,13 +257,13 @@ def _is_canary(service: FleetService, of: FleetService) -> bool:
 
 def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetService]) -> dict[str, str]:
     """Add the adapters' names to `names`; return the adapter that each of them stands for."""
-    if not any(service.adapters for service in services):
-        return {}
+    adapters: dict[str, str] = {}
+    owners = Counter(adapter for service in services for adapter in set(service.adapters))
+    if not owners:
+        return adapters
     own_names: dict[str, list[str]] = {}
     for name, owner in names.items():
         own_names.setdefault(owner.qualified_name, []).append(name)
-    owners = Counter(adapter for service in services for adapter in set(service.adapters))
-    adapters: dict[str, str] = {}
     for service in services:
         for adapter in service.adapters:
             spellings = [f"{name}:{adapter}" for name in own_names[service.qualified_name]]
