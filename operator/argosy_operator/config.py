@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,10 +17,11 @@ from msgspec import Struct
 from argosy_resource.engine_arguments import EngineType
 from argosy_resource.types import UpgradePolicy
 
+T = TypeVar("T")
+_STRINGS: Final = 'strings, such as {"a": "b"}'
+_LISTS: Final = 'lists of strings, such as {"a": ["b"]}'
 ANY_ACCOUNT: Final = "*"
 """In `engine_service_accounts`: every account."""
-
-
 VLLM_IMAGE: Final = "vllm/vllm-openai:v0.32.0"
 SGLANG_IMAGE: Final = "lmsysorg/sglang:v0.5.3"
 MAX_ROLLOUTS: Final = 10_000
@@ -141,7 +142,6 @@ class OperatorConfig:
         return self.router_url.startswith("https://")
 
     def default_image(self, engine_type: EngineType) -> str:
-        """Image of a service that names none."""
         return {"argosy": self.engine_image, "vllm": self.vllm_image, "sglang": self.sglang_image}[
             engine_type
         ]
@@ -181,12 +181,12 @@ class OperatorConfig:
             reserved_claims=_names(env, "ARGOSY_RESERVED_CLAIMS"),
             engine_service_accounts=_names(env, "ARGOSY_ENGINE_SERVICE_ACCOUNTS"),
             router_url=env.get("ARGOSY_ROUTER_URL", "").rstrip("/"),
-            fetch_env=_strings(env, "ARGOSY_MODEL_FETCH_ENV"),
+            fetch_env=_json(env, "ARGOSY_MODEL_FETCH_ENV", dict[str, str], _STRINGS),
             node_cache_path=_directory(env, "ARGOSY_NODE_CACHE_PATH"),
-            node_cache_selector=_strings(env, "ARGOSY_NODE_CACHE_SELECTOR"),
+            node_cache_selector=_json(env, "ARGOSY_NODE_CACHE_SELECTOR", dict[str, str], _STRINGS),
             image_volumes=_is_set(env, "ARGOSY_IMAGE_VOLUMES"),
             arbitrary_uids=_is_set(env, "ARGOSY_ARBITRARY_UIDS"),
-            model_names=_lists(env, "ARGOSY_MODEL_NAMES"),
+            model_names=_json(env, "ARGOSY_MODEL_NAMES", dict[str, tuple[str, ...]], _LISTS),
             lease=lease,
             identity=_required(env, "POD_NAME") if lease else "",
             watch_namespaces=_names(env, "ARGOSY_WATCH_NAMESPACES"),
@@ -226,24 +226,12 @@ def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
     return tuple(name for name in names if name)
 
 
-def _strings(env: Mapping[str, str], variable: str) -> dict[str, str]:
-    """The JSON object of strings in a variable; empty if it is not set."""
+def _json(env: Mapping[str, str], variable: str, kind: type[T], told: str) -> T:
+    """The JSON object in a variable; empty if it is not set. `told` says what it must be, with an example."""
     try:
-        return msgspec.json.decode(env.get(variable) or "{}", type=dict[str, str])
+        return msgspec.json.decode(env.get(variable) or "{}", type=kind)
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f'{variable} must be a JSON object of strings, such as {{"a": "b"}}: {error}'
-        ) from None
-
-
-def _lists(env: Mapping[str, str], variable: str) -> dict[str, tuple[str, ...]]:
-    """The JSON object of lists of strings in a variable; empty if it is not set."""
-    try:
-        return msgspec.json.decode(env.get(variable) or "{}", type=dict[str, tuple[str, ...]])
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f'{variable} must be a JSON object of lists of strings, such as {{"a": ["b"]}}: {error}'
-        ) from None
+        raise ConfigError(f"{variable} must be a JSON object of {told}: {error}") from None
 
 
 def _directory(env: Mapping[str, str], variable: str) -> str:

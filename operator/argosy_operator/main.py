@@ -49,7 +49,7 @@ from argosy_operator.config import ConfigError, OperatorConfig
 from argosy_operator.event_source import watch
 from argosy_operator.names import FIELD_MANAGER, MANAGED_BY_LABEL, NAME_LABEL, UNREADABLE_ANNOTATION
 from argosy_operator.reconcile.controller import Controller
-from argosy_operator.reconcile.leadership import FencedApi, LeaderElection, Leadership
+from argosy_operator.reconcile.leadership import LeaderElection, Leadership, fenced
 from argosy_protocol.fleet_keys import KEY_FIELD, LOOK_EVERY_S, PREVIOUS_FIELD, FleetKeys
 from argosy_protocol.program.listen import explain_listen_errors
 from argosy_protocol.program.process import ShortCollections, return_freed_memory
@@ -204,7 +204,7 @@ async def _work(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(election.run(), name="election")
-            tasks.create_task(_work_alone(controller, FencedApi(api, leadership), config, keys), name="work")
+            tasks.create_task(_work_alone(controller, fenced(api, leadership), config, keys), name="work")
     finally:
         await election.release()
 

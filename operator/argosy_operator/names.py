@@ -54,18 +54,8 @@ INFERENCE_SERVICES: Final = Kind(types.GROUP, types.VERSION, types.KIND, types.P
 KINDS: Final[Mapping[tuple[str, str], Kind]] = {
     (kind.api_version, kind.name): kind
     for kind in (
-        SERVICES,
-        SECRETS,
-        PODS,
-        CONFIGMAPS,
-        EVENTS,
-        DEPLOYMENTS,
-        STATEFUL_SETS,
-        BUDGETS,
-        NAMESPACES,
-        LEASES,
-        AUTOSCALERS,
-        INFERENCE_SERVICES,
+        *(SERVICES, SECRETS, PODS, CONFIGMAPS, EVENTS, DEPLOYMENTS, STATEFUL_SETS, BUDGETS, NAMESPACES),
+        *(LEASES, AUTOSCALERS, INFERENCE_SERVICES),
     )
 }
 """Every kind, by `apiVersion` and `kind` of its objects."""
@@ -158,7 +148,6 @@ def _child_name(service: str, suffix: str) -> str:
 
 
 def canary_name(service: InferenceService, revision: str) -> str:
-    """Name of the Deployment of a canary rollout."""
     return child_name(service, f"canary-{revision}")
 
 
@@ -175,7 +164,6 @@ def node_set_name(service: InferenceService, leader_uid: str) -> str:
 
 
 def child_labels(service: InferenceService) -> dict[str, str]:
-    """Labels of every child object."""
     return {
         NAME_LABEL: "argosy",
         INSTANCE_LABEL: service_label(service),
@@ -190,7 +178,6 @@ def kind_of(manifest: Mapping[str, Any]) -> Kind:
 
 
 def object_name(obj: Mapping[str, Any]) -> Name:
-    """Namespace and name of an object."""
     metadata = obj["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
 

@@ -497,7 +497,6 @@ class Observation(Struct, frozen=True, kw_only=True):
 
 
 def is_owned(obj: Object, service: InferenceService) -> bool:
-    """Whether the resource controls the object."""
     return controller_uid(obj) == service.metadata.uid
 
 

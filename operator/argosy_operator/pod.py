@@ -405,7 +405,6 @@ def _with_workers(leader: Pod, workers: list[Pod]) -> Pod:
 
 
 def read_pod(obj: Object) -> Pod:
-    """Read a pod."""
     metadata, spec, status = obj["metadata"], obj.get("spec", {}), obj.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     scheduled = conditions.get("PodScheduled", {})

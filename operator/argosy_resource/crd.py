@@ -169,7 +169,6 @@ def _bounds(**bounds: object) -> Schema:
 
 
 def schema() -> Schema:
-    """`openAPIV3Schema` of the resource."""
     root = types.InferenceService
     docs = attribute_docs(root)
     wanted = struct_schema(types.InferenceServiceSpec, defaults=True)
@@ -196,7 +195,6 @@ def schema() -> Schema:
 
 
 def definition() -> Schema:
-    """The whole CustomResourceDefinition."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -244,7 +242,6 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def render() -> str:
-    """The CustomResourceDefinition as YAML."""
     text = yaml.dump(definition(), Dumper=_NoAliases, sort_keys=False, width=110, allow_unicode=True)
     assert "{{" not in text, "the chart holds this file as a template"
     return HEADER + text

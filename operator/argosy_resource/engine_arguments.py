@@ -104,7 +104,7 @@ def _shortened(name: str, least: int = 1) -> str:
 
 def _path(field: str) -> str:
     """Path below `spec` of a key of `ForeignEngine.fields`."""
-    if field in ("tensor", "pipeline", "data"):
+    if field in ("tensor", "pipeline", "data", "nodes"):
         return f"parallelism.{field}"
     first, *others = field.removesuffix("_bytes").split("_")
     return "engine." + first + "".join(each.capitalize() for each in others)
@@ -128,22 +128,41 @@ _RESERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("nnodes", "node-rank"), _ONE_NODE),
 }
 
+FIELD_FLAGS: Final[Mapping[str, str]] = {
+    "device": "--device",
+    "dtype": "--dtype",
+    "attention_backend": "--attention-backend",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "block_size": "--block-size",
+    "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "threads": "--threads",
+    "tensor": "--tensor-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+    "data": "--data-parallel-size",
+    "nodes": "--nnodes",
+    "shutdown_timeout_seconds": "--shutdown-timeout",
+}
+"""Field of `spec.engine` or `spec.parallelism` (as in Python) -> the flag of our engine that has its value."""
+_OF_VLLM: Final = (
+    *(
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "kv_cache_memory_bytes",
+    ),
+    *("gpu_memory_utilization", "shutdown_timeout_seconds", "tensor", "pipeline", "data"),
+)
+"""Fields whose flags vLLM has too."""
+
 FOREIGN_ENGINES: Final[Mapping[EngineType, ForeignEngine]] = {
     "vllm": ForeignEngine(
         command=("vllm", "serve"),
-        fields={
-            "dtype": "--dtype",
-            "max_model_len": "--max-model-len",
-            "max_num_seqs": "--max-num-seqs",
-            "max_num_batched_tokens": "--max-num-batched-tokens",
-            "block_size": "--block-size",
-            "kv_cache_memory_bytes": "--kv-cache-memory-bytes",
-            "gpu_memory_utilization": "--gpu-memory-utilization",
-            "shutdown_timeout_seconds": "--shutdown-timeout",
-            "tensor": "--tensor-parallel-size",
-            "pipeline": "--pipeline-parallel-size",
-            "data": "--data-parallel-size",
-        },
+        fields={name: FIELD_FLAGS[name] for name in _OF_VLLM},
         no_prefix_caching="--no-enable-prefix-caching",
         expert="--enable-expert-parallel",
         takes_aliases=True,
@@ -187,48 +206,19 @@ FOREIGN_ENGINES: Final[Mapping[EngineType, ForeignEngine]] = {
 
 
 FLAG_FIELDS: Final = {
-    "--device": "engine.device",
-    "--dtype": "engine.dtype",
-    "--attention-backend": "engine.attentionBackend",
-    "--max-model-len": "engine.maxModelLen",
-    "--max-num-seqs": "engine.maxNumSeqs",
-    "--max-num-batched-tokens": "engine.maxNumBatchedTokens",
-    "--block-size": "engine.blockSize",
-    "--kv-cache-memory-bytes": "engine.kvCacheMemory",
-    "--gpu-memory-utilization": "engine.gpuMemoryUtilization",
-    "--enable-prefix-caching": "engine.enablePrefixCaching",
-    "--no-enable-prefix-caching": "engine.enablePrefixCaching",
-    "--threads": "engine.threads",
-    "--shutdown-timeout": "engine.shutdownTimeoutSeconds",
-    "--tensor-parallel-size": "parallelism.tensor",
-    "--pipeline-parallel-size": "parallelism.pipeline",
-    "--data-parallel-size": "parallelism.data",
-    "--enable-expert-parallel": "parallelism.expert",
-    "--no-enable-expert-parallel": "parallelism.expert",
-    "--nnodes": "parallelism.nodes",
+    **{flag: _path(field) for field, flag in FIELD_FLAGS.items()},
+    **dict.fromkeys(("--enable-prefix-caching", "--no-enable-prefix-caching"), "engine.enablePrefixCaching"),
+    **dict.fromkeys(("--enable-expert-parallel", "--no-enable-expert-parallel"), "parallelism.expert"),
 }
 """Flags of the engine that fields of `spec` set, and by which its messages name these fields."""
 
 _NODES: Final = "use spec.parallelism.nodes, from which it follows"
 OPERATOR_FLAGS: Final[Mapping[str, str]] = {
-    "host": LISTENS,
-    "port": LISTENS,
-    "uds": LISTENS,
-    "root-path": LISTENS,
-    "ssl-keyfile": LISTENS,
-    "ssl-certfile": LISTENS,
-    "ssl-ca-certs": LISTENS,
-    "enable-ssl-refresh": LISTENS,
-    "api-key": OWN_KEY,
-    "api-keys-file": OWN_KEY,
-    "admin-api-key": OWN_KEY,
-    "node-rank": _NODES,
-    "master-addr": _NODES,
-    "master-port": _NODES,
-    "node-key-file": _NODES,
-    "headless": _NODES,
-    "served-model-name": NAMES,
-    "any-model-name": NAMES,
+    **dict.fromkeys(("host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile"), LISTENS),
+    **dict.fromkeys(("ssl-ca-certs", "enable-ssl-refresh"), LISTENS),
+    **dict.fromkeys(("api-key", "api-keys-file", "admin-api-key"), OWN_KEY),
+    **dict.fromkeys(("node-rank", "master-addr", "master-port", "node-key-file", "headless"), _NODES),
+    **dict.fromkeys(("served-model-name", "any-model-name"), NAMES),
     "download-dir": "use spec.model.cache",
     "revision": "name the revision in spec.model.source, such as hf://ORG/NAME@REVISION",
     "config": "list the flags of the file here",

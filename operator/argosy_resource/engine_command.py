@@ -9,11 +9,12 @@ flags, so the engine alone knows its defaults.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
-from argosy_resource.engine_arguments import FLAG_FIELDS, ForeignEngine
+from argosy_resource.engine_arguments import FIELD_FLAGS, FLAG_FIELDS, ForeignEngine
 from argosy_resource.model import MODEL_MOUNT
-from argosy_resource.types import GROUP, InferenceService
+from argosy_resource.types import GROUP, InferenceService, InferenceServiceSpec
 
 ENGINE_PORT: Final = 8000
 PROGRESS_PORT: Final = 8009
@@ -34,7 +35,7 @@ SERVICE_LABEL: Final = f"{GROUP}/service"
 """On every child: the name of the resource that owns it. Kubernetes discovery selects by it."""
 ANY_HOST: Final = "0.0.0.0"  # noqa: S104 - a pod's network namespace is its own
 _FLAG: Final = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
-_SIZES: Final = ("tensor", "pipeline", "data")
+_SIZES: Final = ("tensor", "pipeline", "data", "nodes")
 _PVC: Final = "pvc://"
 _FILE: Final = "file://"
 
@@ -84,35 +85,27 @@ def engine_args(
         model: where the engine finds the model, if not at its source.
         download_dir: the store that a fetched model is in; the engine's own default if left out.
     """
-    source, engine, parallelism = service.spec.model.source, service.spec.engine, service.spec.parallelism
-    values: tuple[tuple[str, object], ...] = (
-        ("--download-dir", download_dir),
-        ("--device", None if engine.device == "auto" else engine.device),
-        ("--dtype", None if engine.dtype == "auto" else engine.dtype),
-        ("--attention-backend", None if engine.attention_backend == "auto" else engine.attention_backend),
-        ("--max-model-len", engine.max_model_len),
-        ("--max-num-seqs", engine.max_num_seqs),
-        ("--max-num-batched-tokens", engine.max_num_batched_tokens),
-        ("--block-size", engine.block_size),
-        ("--kv-cache-memory-bytes", engine.kv_cache_memory_bytes),
-        ("--gpu-memory-utilization", engine.gpu_memory_utilization),
-        ("--threads", engine.threads),
-        ("--tensor-parallel-size", None if parallelism.tensor == 1 else parallelism.tensor),
-        ("--pipeline-parallel-size", None if parallelism.pipeline == 1 else parallelism.pipeline),
-        ("--data-parallel-size", None if parallelism.data == 1 else parallelism.data),
-        ("--nnodes", None if parallelism.nodes == 1 else parallelism.nodes),
-        ("--shutdown-timeout", engine.shutdown_timeout_seconds),
-    )
-    args = ["serve", model or model_path(source), "--host", host, "--port", str(port)]
+    spec = service.spec
+    args = ["serve", model or model_path(spec.model.source), "--host", host, "--port", str(port)]
     args += ["--served-model-name", engine_model(service), "--any-model-name"]
-    for flag, value in values:
-        if value is not None:
-            args += [flag, str(value)]
-    if not engine.enable_prefix_caching:
+    args += ["--download-dir", download_dir] if download_dir is not None else []
+    args += _field_flags(spec, FIELD_FLAGS)
+    if not spec.engine.enable_prefix_caching:
         args.append("--no-enable-prefix-caching")
-    if parallelism.expert:
+    if spec.parallelism.expert:
         args.append("--enable-expert-parallel")
-    return [*args, *engine.args]
+    return [*args, *spec.engine.args]
+
+
+def _field_flags(spec: InferenceServiceSpec, fields: Mapping[str, str]) -> list[str]:
+    """The flags of the fields that the user has set."""
+    args = []
+    for field, flag in fields.items():
+        value = getattr(spec.engine if hasattr(spec.engine, field) else spec.parallelism, field)
+        is_default = value in (None, "auto") or (field in _SIZES and value == 1)
+        if not is_default:
+            args += [flag, str(value)]
+    return args
 
 
 def foreign_args(service: InferenceService, engine: ForeignEngine, *, model: str | None = None) -> list[str]:
@@ -128,11 +121,7 @@ def foreign_args(service: InferenceService, engine: ForeignEngine, *, model: str
     names = [service.served_name, *(spec.model.aliases if engine.takes_aliases else ())]
     args = [*([engine.model_flag] if engine.model_flag else []), path]
     args += ["--host", ANY_HOST, "--port", str(ENGINE_PORT), "--served-model-name", *names, *engine.switches]
-    for field, flag in engine.fields.items():
-        value = getattr(spec.engine if hasattr(spec.engine, field) else spec.parallelism, field)
-        is_default = value in (None, "auto") or (field in _SIZES and value == 1)
-        if not is_default:
-            args += [flag, str(value)]
+    args += _field_flags(spec, engine.fields)
     if not spec.engine.enable_prefix_caching:
         args.append(engine.no_prefix_caching)
     if spec.parallelism.expert and engine.expert:

@@ -218,6 +218,8 @@ class NamePolicy(Struct, frozen=True, kw_only=True):
 
     def refusal(self, namespace: str, name: str) -> str:
         """Why a namespace must not have a name; empty if it may."""
+        if "/" not in name and not self.allowed:
+            return ""
         first, slash, _ = name.partition("/")
         if slash and first == namespace:
             return ""

@@ -104,11 +104,7 @@ REMOTE_PATTERN: Final = f"^({'|'.join(REMOTE_SCHEMES)})://"
 """Begins the sources that are fetched; for CEL rules over other fields."""
 
 FETCH_ENV: Final = [
-    "ARGOSY_CREDENTIALS_DIR",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL_S3",
-    "GOOGLE_BASE_URL",
-    "HF_ENDPOINT",
+    *("ARGOSY_CREDENTIALS_DIR", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "GOOGLE_BASE_URL", "HF_ENDPOINT"),
     "STORAGE_EMULATOR_HOST",
 ]
 """Variables that are part of a model's name in the store, or lead to such. In an engine alone they make it look for
@@ -118,23 +114,21 @@ FETCH_ENV_MESSAGE: Final = (
     "the Secret of spec.model.secretRef, or in the Helm chart's modelFetch.env"
 )
 FETCH_CREDENTIALS: Final = [
-    "ARGOSY_HTTPS_TOKEN",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_PROFILE",
-    "AWS_ROLE_ARN",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "DOCKER_AUTH_CONFIG",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "GOOGLE_BEARER_TOKEN",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "HF_TOKEN",
-    "HF_TOKEN_PATH",
-    "HUGGING_FACE_HUB_TOKEN",
-    "OCI_PASSWORD",
-    "OCI_USERNAME",
-    "REGISTRY_AUTH_FILE",
+    *("ARGOSY_HTTPS_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_SECRET_ACCESS_KEY"),
+    *(
+        "AWS_SESSION_TOKEN",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "DOCKER_AUTH_CONFIG",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    *(
+        "GOOGLE_BEARER_TOKEN",
+        "GOOGLE_SERVICE_ACCOUNT_KEY",
+        "HF_TOKEN",
+        "HF_TOKEN_PATH",
+        "HUGGING_FACE_HUB_TOKEN",
+    ),
+    *("OCI_PASSWORD", "OCI_USERNAME", "REGISTRY_AUTH_FILE"),
 ]
 """Variables by which the fetcher gets access. In our engine they have no effect, since another container fetches; other
 engines may fetch more than the model, such as a draft model."""

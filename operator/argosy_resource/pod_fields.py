@@ -186,7 +186,7 @@ PriorityClassName = Annotated[
                     "other one; have the administrator create a PriorityClass for engines"
                 ),
             )
-        ),
+        )
     ),
 ]
 
@@ -294,17 +294,14 @@ FETCH_CONTAINER: Final = "fetch-model"
 """The init container that fetches a model which is not in a volume."""
 
 RESERVED_ENV: Final = (
-    "ARGOSY_API_KEY",
-    "ARGOSY_INTERNAL_KEYS_FILE",
-    "ARGOSY_MASTER_ADDR",
-    "ARGOSY_NODE_KEY",
-    "ARGOSY_NODE_RANK",
-    "ARGOSY_NODE_TEMPLATE_HASH",
-    "ARGOSY_OFFLINE",
-    "HOME",
-    "POD_NAME",
-    "POD_NAMESPACE",
-    "POD_UID",
+    *(
+        "ARGOSY_API_KEY",
+        "ARGOSY_INTERNAL_KEYS_FILE",
+        "ARGOSY_MASTER_ADDR",
+        "ARGOSY_NODE_KEY",
+        "ARGOSY_NODE_RANK",
+    ),
+    *("ARGOSY_NODE_TEMPLATE_HASH", "ARGOSY_OFFLINE", "HOME", "POD_NAME", "POD_NAMESPACE", "POD_UID"),
 )
 """Variables that the operator sets. An overlay that could change them could disable a replica's key, or its name."""
 
@@ -326,10 +323,7 @@ _env_name_rules: Final[dict[str, Any]] = rules_of(
 EnvName = Annotated[
     str,
     Meta(
-        min_length=1,
-        max_length=256,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$",
-        extra_json_schema=_env_name_rules,
+        min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", extra_json_schema=_env_name_rules
     ),
 ]
 FileMode = Annotated[int, Meta(ge=0, le=0o777)]
@@ -601,8 +595,8 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
     """Secrets for the registry of the engine's image, besides those of the operator's own settings."""
 
     @property
-    def secrets(self) -> Iterator[str]:
-        """Names of the Secrets that pods get."""
+    def read_secrets(self) -> Iterator[str]:
+        """Names of the Secrets that the engine's container can read."""
         for volume in self.volumes:
             if volume.secret is not None:
                 yield volume.secret.secret_name
@@ -612,7 +606,6 @@ class PodSpecOverlay(Struct, frozen=True, kw_only=True, rename="camel"):
             for variable in container.env:
                 if variable.value_from is not None and variable.value_from.secret_key_ref is not None:
                     yield variable.value_from.secret_key_ref.name
-        yield from (each.name for each in self.image_pull_secrets)
 
     @property
     def claims(self) -> Iterator[str]:

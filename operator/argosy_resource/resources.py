@@ -166,15 +166,9 @@ class Parallelism(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def devices(self) -> int:
-        """Number of devices of one replica."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def layout(self) -> dict[str, int]:
         """The fields that say how a model is divided, by their names."""
-        return {
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "data": self.data,
-            "expert": self.expert,
-        }
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "expert": self.expert}

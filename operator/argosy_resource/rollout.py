@@ -266,11 +266,7 @@ def may_replace_in_place(rollout: Rollout, replicas: int) -> bool:
 
 
 def rollout_bounds(
-    rollout: Rollout,
-    replicas: Collection[RolloutReplica],
-    *,
-    is_in_place: bool,
-    free: int | None = None,
+    rollout: Rollout, replicas: Collection[RolloutReplica], *, is_in_place: bool, free: int | None = None
 ) -> RolloutBounds:
     """Compute the surge and the unavailability that the rollout may use now.
 

@@ -37,7 +37,6 @@ def rules_of(*rules: Rule) -> dict[str, Any]:
 
 
 def rule_schema(rule: Rule) -> dict[str, str]:
-    """The rule as an entry of the CRD."""
     schema = {"rule": rule.rule, "message": rule.message}
     if rule.message_expression:
         schema["messageExpression"] = rule.message_expression
@@ -77,7 +76,7 @@ Quantity = Annotated[
         extra_json_schema=number_or_matches(
             QUANTITY_PATTERN,
             "must be a quantity: a number, perhaps followed by m, k, Ki, M, Mi, G, Gi, T or Ti, such as 500m or 16Gi",
-        ),
+        )
     ),
 ]
 """A Kubernetes quantity: a string such as `500m` or `16Gi`, or a whole number."""
@@ -91,7 +90,7 @@ CountOrPercent = Annotated[
     Meta(
         extra_json_schema=number_or_matches(
             PERCENT_PATTERN, "must be a number, 0 to 1000, or a percentage between 0% and 100%, such as 10%"
-        ),
+        )
     ),
 ]
 """A number of replicas, or a share of them: Kubernetes' int-or-string."""
@@ -108,7 +107,7 @@ CacheQuantity = Annotated[
             CACHE_PATTERN,
             "must be a number of bytes between 1M and 63Ti: a whole number, perhaps with k, Ki, M, Mi, G, Gi, T or Ti, "
             "such as 2Gi or 512Mi",
-        ),
+        )
     ),
 ]
 """Bytes between 1M and 63Ti, such as `2Gi`."""

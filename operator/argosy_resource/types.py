@@ -62,6 +62,30 @@ _DEVICES = f"(has(self.parallelism) ? {devices_expression('self.parallelism')} :
 _IS_FOREIGN = "has(self.engine) && has(self.engine.type) && self.engine.type != 'argosy'"
 """CEL: whether another engine than ours serves, in a rule of the spec."""
 
+_NOT_FETCHED = f"!self.model.source.matches('{REMOTE_PATTERN}')"
+_ALL_CONTAINERS = (
+    "!has(self.podTemplate) || !has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
+    "self.podTemplate.spec.containers.all"
+)
+
+
+def _variable_rules(unless: str, names: list[str], message: str) -> tuple[Rule, Rule]:
+    """That neither the engine's variables nor those of the overlay have one of these names."""
+    others = f"env.all(variable, !(variable.name in {names}))"
+    return (
+        Rule(
+            rule=f"{unless} || !has(self.engine) || !has(self.engine.env) || self.engine.{others}",
+            message=message,
+            field_path=".engine.env",
+        ),
+        Rule(
+            rule=f"{unless} || {_ALL_CONTAINERS}(container, !has(container.env) || container.{others})",
+            message=message,
+            field_path=".podTemplate.spec.containers",
+        ),
+    )
+
+
 _hedge_rules = rules_of(
     Rule(rule="double(self) == 0.0 || double(self) >= 1.0", message="must be 0 (never) or between 1 and 100")
 )
@@ -279,52 +303,15 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         ),
         Rule(
             rule=(
-                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
-                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
-                "self.podTemplate.spec.containers.all(container, !has(container.volumeMounts) || "
+                f"{_NOT_FETCHED} || {_ALL_CONTAINERS}(container, !has(container.volumeMounts) || "
                 "container.volumeMounts.all(mount, "
                 f"mount.mountPath != '{MODELS_MOUNT}' && !mount.mountPath.startsWith('{MODELS_MOUNT}/')))"
             ),
             message=f"{MODELS_MOUNT} is where fetched models are mounted; mount the volume elsewhere",
             field_path=".podTemplate.spec.containers",
         ),
-        Rule(
-            rule=(
-                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.engine) || !has(self.engine.env) || "
-                f"self.engine.env.all(variable, !(variable.name in {FETCH_ENV}))"
-            ),
-            message=FETCH_ENV_MESSAGE,
-            field_path=".engine.env",
-        ),
-        Rule(
-            rule=(
-                f"!self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
-                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
-                "self.podTemplate.spec.containers.all(container, !has(container.env) || "
-                f"container.env.all(variable, !(variable.name in {FETCH_ENV})))"
-            ),
-            message=FETCH_ENV_MESSAGE,
-            field_path=".podTemplate.spec.containers",
-        ),
-        Rule(
-            rule=(
-                f"({_IS_FOREIGN}) || !self.model.source.matches('{REMOTE_PATTERN}') || !has(self.engine) || "
-                "!has(self.engine.env) || "
-                f"self.engine.env.all(variable, !(variable.name in {FETCH_CREDENTIALS}))"
-            ),
-            message=FETCH_CREDENTIALS_MESSAGE,
-            field_path=".engine.env",
-        ),
-        Rule(
-            rule=(
-                f"({_IS_FOREIGN}) || !self.model.source.matches('{REMOTE_PATTERN}') || !has(self.podTemplate) || "
-                "!has(self.podTemplate.spec) || !has(self.podTemplate.spec.containers) || "
-                "self.podTemplate.spec.containers.all(container, !has(container.env) || "
-                f"container.env.all(variable, !(variable.name in {FETCH_CREDENTIALS})))"
-            ),
-            message=FETCH_CREDENTIALS_MESSAGE,
-            field_path=".podTemplate.spec.containers",
-        ),
+        *_variable_rules(_NOT_FETCHED, FETCH_ENV, FETCH_ENV_MESSAGE),
+        *_variable_rules(f"({_IS_FOREIGN}) || {_NOT_FETCHED}", FETCH_CREDENTIALS, FETCH_CREDENTIALS_MESSAGE),
     )
     model: Model
     """Which model is served, and under which names."""
@@ -372,14 +359,7 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 ConditionType = Literal[
-    "Ready",
-    "Progressing",
-    "WorkloadReady",
-    "ModelCached",
-    "Routable",
-    "Degraded",
-    "Reconciling",
-    "Stalled",
+    "Ready", "Progressing", "WorkloadReady", "ModelCached", "Routable", "Degraded", "Reconciling", "Stalled"
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -442,13 +422,7 @@ class InferenceServiceStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """What spec.scaling has decided; absent without it."""
     rollout: RolloutStatus | None = None
     """How far spec.rollout.canary is; absent without it, and once the change is rolled out."""
-    conditions: Annotated[
-        tuple[Condition, ...],
-        Meta(
-            max_length=16,
-            extra_json_schema=MAP_BY_TYPE,
-        ),
-    ] = ()
+    conditions: Annotated[tuple[Condition, ...], Meta(max_length=16, extra_json_schema=MAP_BY_TYPE)] = ()
     """Ready (the summary), Progressing, WorkloadReady, ModelCached, Routable, Degraded; Reconciling and Stalled for
     kstatus."""
 

@@ -32,21 +32,15 @@ Schema = dict[str, Any]
 
 _NAMESPACE: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _METADATA_FIELDS = (
-    "name",
-    "namespace",
-    "labels",
-    "annotations",
-    "finalizers",
-    "ownerReferences",
-    "generateName",
-    "uid",
-    "generation",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "deletionGracePeriodSeconds",
-    "resourceVersion",
-    "managedFields",
-    "selfLink",
+    *("name", "namespace", "labels", "annotations", "finalizers", "ownerReferences", "generateName", "uid"),
+    *(
+        "generation",
+        "creationTimestamp",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "resourceVersion",
+    ),
+    *("managedFields", "selfLink"),
 )
 _METADATA_SCHEMA: Schema = {"type": "object", "properties": {name: {} for name in _METADATA_FIELDS}}
 

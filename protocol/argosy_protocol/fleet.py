@@ -205,7 +205,10 @@ def resolve_names(document: FleetDocument) -> NameTable:
             claims.setdefault(name, []).append(service)
     conflicts = []
     for name, claimants in claims.items():
-        owner = names.setdefault(name, _owner(claimants))
+        if (owner := names.get(name)) is None:
+            owner = names[name] = _owner(claimants)
+        if len(claimants) == 1 and claimants[0] is owner:
+            continue  # as nearly all names, of which a fleet may have tens of thousands
         conflicts += [
             NameConflict(
                 name=name,
@@ -233,6 +236,8 @@ def rank_of(name: str, owner: FleetService, other: FleetService) -> Rank:
 def _owner(claimants: Sequence[FleetService]) -> FleetService:
     """The first claimant, unless it is the canary of another one: then that one, and so on. Of claimants that are each
     other's canaries, the first. Takes a time that is linear in their number, which is a tenant's to choose."""
+    if len(claimants) == 1:
+        return claimants[0]
     of_canary: dict[str, FleetService] = {}
     for service in claimants:
         if service.canary is not None:
@@ -252,11 +257,13 @@ def _is_canary(service: FleetService, of: FleetService) -> bool:
 
 def _add_adapters(names: dict[str, FleetService], services: Sequence[FleetService]) -> dict[str, str]:
     """Add the adapters' names to `names`; return the adapter that each of them stands for."""
+    adapters: dict[str, str] = {}
+    owners = Counter(adapter for service in services for adapter in set(service.adapters))
+    if not owners:
+        return adapters
     own_names: dict[str, list[str]] = {}
     for name, owner in names.items():
         own_names.setdefault(owner.qualified_name, []).append(name)
-    owners = Counter(adapter for service in services for adapter in set(service.adapters))
-    adapters: dict[str, str] = {}
     for service in services:
         for adapter in service.adapters:
             spellings = [f"{name}:{adapter}" for name in own_names[service.qualified_name]]

@@ -21,12 +21,13 @@ from harness import FakeRouter, http_fetch_of
 from served_cluster import PATIENCE, served, served_app, until
 
 from argosy_operator import event_source, main
-from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE
 from argosy_operator.config import OperatorConfig
 from argosy_operator.event_source import EndlessBackoff, kopf_settings
 from argosy_operator.names import INFERENCE_SERVICES
 from argosy_operator.reconcile import controller
 from argosy_operator.reconcile.controller import WATCHED
+from argosy_protocol.program.list_watch import PAGE_GROWTH
 from processes import free_port
 
 KINDS = len(WATCHED)
@@ -227,7 +228,7 @@ async def test_no_list_is_answered_at_once_and_one_that_expires_is_made_anew(
     assert [each for each in lists if "limit=" not in each[1]] == []
     of_services = [query for path, query in lists if path.endswith("inferenceservices")]
     limits = [int(parse_qs(query)["limit"][0]) for query in of_services]
-    assert set(limits) == {2, 2 * LIST_PAGE_GROWTH, LIST_PAGE}, "small objects are followed by more of them"
+    assert set(limits) == {2, 2 * PAGE_GROWTH, LIST_PAGE}, "small objects are followed by more of them"
 
 
 async def test_an_object_that_is_too_deep_for_python_ends_no_list_and_no_watch(

@@ -27,7 +27,7 @@ from served_cluster import served, served_app, until
 from argosy_operator import main
 from argosy_operator.cluster import kubernetes_api, router_watch
 from argosy_operator.cluster.api import ApiError
-from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_GROWTH, LIST_PAGE_MAX, KubernetesApi
+from argosy_operator.cluster.kubernetes_api import LIST_PAGE, LIST_PAGE_MAX, KubernetesApi
 from argosy_operator.cluster.router_watch import http_fetch
 from argosy_operator.config import OperatorConfig
 from argosy_operator.main import MAX_CONNECTIONS, health_app, serve_health
@@ -35,6 +35,7 @@ from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, NAMESPACES, P
 from argosy_operator.reconcile.controller import WATCHED, Controller
 from argosy_protocol.fleet_keys import FleetKeys
 from argosy_protocol.headers import internal_key
+from argosy_protocol.program.list_watch import PAGE_GROWTH
 from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH, LoadReport, RoutableReport
 
 
@@ -150,7 +151,7 @@ async def test_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await api.serves(INFERENCE_SERVICES)
         assert await api.get(DEPLOYMENTS, "team", "none") is None
         found = await api.list(PODS, namespace="team")
-        assert (found.items, found.version.isdigit()) == ([], True)
+        assert (found.items, found.version.isdigit(), found.are_kept) == ([], True, True)
         with pytest.raises(ApiError) as caught:
             await api.patch_status(
                 PODS, "team", "none", {"metadata": {"uid": "u"}, "status": {}}, strategic=True
@@ -188,7 +189,7 @@ async def test_pages_have_as_many_objects_as_fit(tmp_path: Path, monkeypatch: py
         found = await api.list(INFERENCE_SERVICES, namespace=None)
         assert [each["metadata"]["name"] for each in found.items] == [f"s{n:04}" for n in range(1000)]
         limits = [int(parse_qs(query)["limit"][0]) for _, _, query, _ in server.requests]
-    assert limits[:3] == [LIST_PAGE, LIST_PAGE * LIST_PAGE_GROWTH, LIST_PAGE * LIST_PAGE_GROWTH**2]
+    assert limits[:3] == [LIST_PAGE, LIST_PAGE * PAGE_GROWTH, LIST_PAGE * PAGE_GROWTH**2]
     assert max(limits) <= LIST_PAGE_MAX
     assert LIST_PAGE in limits[3:], "what is too large is asked for again in small pages"
     assert len(limits) < 25
@@ -222,7 +223,7 @@ async def test_a_page_that_is_too_large_is_not_read_on(
     async with served_app(app, tmp_path, monkeypatch), await KubernetesApi.connect() as api:
         found = await api.list(PODS, namespace=None)
     assert [each["metadata"]["name"] for each in found.items] == [f"p{number}" for number in range(100)]
-    assert limits == [LIST_PAGE, LIST_PAGE * LIST_PAGE_GROWTH, *[LIST_PAGE] * 9]
+    assert limits == [LIST_PAGE, LIST_PAGE * PAGE_GROWTH, *[LIST_PAGE] * 9]
     assert len(sent) < sum(limits), "the second page was ended early"
 
 

@@ -23,9 +23,9 @@ from argosy_operator.reconcile.controller import Controller
 from argosy_operator.reconcile.leadership import (
     LEASE_DURATION,
     RENEW_DEADLINE,
-    FencedApi,
     LeaderElection,
     Leadership,
+    fenced,
 )
 
 NAME = "argosy-operator"
@@ -219,7 +219,7 @@ async def test_a_process_that_was_stopped_for_too_long_writes_nothing() -> None:
     """No task need have run since: each write looks at the clock."""
     cluster = FakeKubernetes()
     leadership = Leadership()
-    api = FencedApi(cluster, leadership)
+    api = fenced(cluster, leadership)
     made = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "n"}}
     leadership.extend(asyncio.get_running_loop().time() + 1.0)
     await api.apply(made)
@@ -252,7 +252,7 @@ async def test_a_write_that_hangs_is_given_up_before_another_takes_over() -> Non
 
     loop = asyncio.get_running_loop()
     slow, leadership = Slow(), Leadership()
-    api = FencedApi(slow, leadership)
+    api = fenced(slow, leadership)
     made = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "n"}}
     writes: list[Callable[[], Any]] = [
         lambda: api.apply(made),
@@ -284,7 +284,7 @@ async def test_a_write_goes_on_while_the_lease_is_renewed(is_renewed: bool) -> N
     loop = asyncio.get_running_loop()
     leadership.extend(loop.time() + RENEW_DEADLINE)
     made = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "n"}}
-    writing = asyncio.create_task(FencedApi(cluster, leadership).apply(made))
+    writing = asyncio.create_task(fenced(cluster, leadership).apply(made))
     await asyncio.sleep(RENEW_DEADLINE / 2)
     if is_renewed:
         leadership.extend(loop.time() + RENEW_DEADLINE * 2)

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession, StreamReader, web
 
-from argosy_operator.cluster.kubernetes_api import read_list
 from argosy_operator.cluster.store import kept_fields
-from argosy_operator.event_source import Pages, WatchBody, read_event, response_class
+from argosy_operator.event_source import Pages, WatchBody, read_event, read_list, response_class
 from argosy_operator.names import DEPLOYMENTS
 
 KIND = {"apiVersion": "apps/v1", "kind": "Deployment"}

@@ -28,7 +28,8 @@ from virtual_time import run, virtual_time
 
 from argosy_operator.cluster.api import ApiError, ObjectList
 from argosy_operator.names import DEPLOYMENTS, INFERENCE_SERVICES, PODS, SERVICES, Kind, Name
-from argosy_operator.reconcile.controller import GATHER_FAILED_S, GATHER_MAX_S
+from argosy_operator.reconcile.controller import GATHER_FACTOR, GATHER_FAILED_S, GATHER_MAX_S
+from argosy_operator.reconcile.reporter import Reporter
 from argosy_operator.reconcile.workqueue import BACKOFF_MAX
 from argosy_protocol.fleet import decode_fleet
 
@@ -580,6 +581,27 @@ async def test_changes_of_many_pods_are_gathered() -> None:
         assert before is not None
         assert after is not None
         assert 1 <= after - before <= 2
+
+
+@virtual_time
+async def test_what_a_report_costs_is_gathered_for_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look at a service, and its status, are half of what a reconcile computes."""
+    reports = 0
+    told = Reporter.report
+
+    async def report(self: Reporter, *given: Any, **named: Any) -> None:
+        nonlocal reports
+        reports += 1
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        await told(self, *given, **named)
+
+    monkeypatch.setattr(Reporter, "report", report)
+    async with settled(isvc_object(replicas=1)) as (cluster, _):
+        reports = 0
+        await touch_pods(cluster, times=100, seconds=0.01)
+        assert 1 <= reports <= 1 + 1 / (0.02 * GATHER_FACTOR) + 1
 
 
 class SlowNamespace(FakeKubernetes):

@@ -63,6 +63,7 @@ HUB = {"source": "hf://a/b"}
         (secret_volume("fleet"), "the Secret fleet"),
         (variable("clients"), "the Secret clients"),
         (projected("tls"), "the Secret tls"),
+        (secret_volume("sh.helm.release.v1.argosy.v3"), "the Secret sh.helm.release.v1.argosy.v3"),
         ({"model": {**HUB, "secretRef": {"name": "bucket"}}}, "the Secret bucket"),
         ({"podTemplate": {"spec": {"imagePullSecrets": [{"name": "fleet"}]}}}, "the Secret fleet"),
         (claim_volume("files"), "the claim files"),
@@ -85,6 +86,25 @@ def test_names_of_key_secrets_are_refused_everywhere(name: str) -> None:
         problem = deployment_problem(isvc(**spec), CONFIG)
         assert problem is not None
         assert f"the Secret {name}" in problem.message
+
+
+@pytest.mark.parametrize("place", [secret_volume, variable, projected])
+@pytest.mark.parametrize("namespace", [HOME, "team"])
+def test_credentials_for_the_registry_may_pull_and_are_read_by_no_engine(
+    place: Callable[[str], dict[str, Any]], namespace: str
+) -> None:
+    """The administrator puts them into each namespace with services, whose authors choose the engine's image."""
+    config = dataclasses.replace(INSTALLED, image_pull_secrets=("registry",))
+    problem = deployment_problem(parse(isvc_object(namespace=namespace, **place("registry"))), config)
+    assert problem is not None
+    assert problem.reason == "ObjectReserved"
+    assert problem.message.startswith("the Secret registry: ")
+    for pulls in (
+        {"podTemplate": {"spec": {"imagePullSecrets": [{"name": "registry"}]}}},
+        {"model": {"source": "oci://a/b:1", "secretRef": {"name": "registry"}}},
+        place("other"),
+    ):
+        assert deployment_problem(parse(isvc_object(namespace=namespace, **pulls)), config) is None
 
 
 @virtual_time

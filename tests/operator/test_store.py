@@ -74,6 +74,17 @@ def test_store_indexes_children_by_service() -> None:
     assert list(store.all(DEPLOYMENTS)) == []
 
 
+def test_of_a_list_that_was_cut_already_nothing_is_cut_again() -> None:
+    """Cutting five thousand pods twice held the loop for 160 ms."""
+    kept, store = kept_fields(PODS, version(1)), Store()
+    with store.listing(PODS, None) as listing:
+        store.adopt(listing, [kept], "7", are_kept=True)
+    assert store.get(PODS, "team", "p") is kept
+    with store.listing(PODS, None) as listing:
+        store.adopt(listing, [version(8)], "9")
+    assert store.get(PODS, "team", "p") == kept_fields(PODS, version(8))
+
+
 @pytest.mark.parametrize("kind", [PODS, DEPLOYMENTS], ids=lambda kind: kind.name)
 def test_an_object_that_was_too_large_leaves_nothing_of_it_to_its_service(kind: Kind) -> None:
     """Its labels are not kept, and whoever may create a pod can give it as many as these."""

@@ -1,4 +1,4 @@
-"""The queue of keys: one worker per key, back-off after failures, turns of owners."""
+"""The queue of keys: one worker per key, back-off after failures, turns of owners; and what work costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from virtual_time import virtual_time
 
-from argosy_operator.reconcile.workqueue import BACKOFF_MAX, WorkQueue
+from argosy_operator.reconcile.workqueue import BACKOFF_MAX, CpuMeter, WorkQueue, run_together
 
 
 @virtual_time
@@ -115,3 +115,32 @@ async def test_a_preferred_owner_waits_for_none() -> None:
     assert await taken(queue) == ["z"]
     queue.done("a0")
     assert await taken(queue) == ["e0"], "its worker is nobody else's, and it takes none of theirs"
+
+
+@virtual_time
+async def test_a_meter_adds_up_its_own_work_and_steps_and_nothing_that_runs_meanwhile() -> None:
+    spent = 0.0
+
+    async def work(seconds: float, then: float = 0.0) -> str:
+        nonlocal spent
+        spent += seconds
+        await asyncio.sleep(1.0)
+        spent += then
+        return "done"
+
+    async def whole() -> list[str]:
+        found = [await work(1.0, 2.0)]
+        found += await run_together([lambda: work(10.0), lambda: work(20.0, 40.0)])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await work(100.0, 1000.0)
+        return found
+
+    meter = CpuMeter(lambda: spent)
+    others = [asyncio.create_task(work(10_000.0, 10_000.0)) for _ in range(3)]
+    assert await meter.run(whole()) == ["done"] * 3
+    assert meter.seconds == 173.0
+    await asyncio.gather(*others)
+    assert meter.seconds == 173.0
+    with pytest.raises(ZeroDivisionError):
+        await meter.run(run_together([lambda: work(1 / 0)]))

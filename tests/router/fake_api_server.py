@@ -26,6 +26,8 @@ class FakeApiServer:
     """Watches stay silent: a change is seen only by the next list."""
     watch_answer: bytes = b""
     """Response to every watch, instead of events; the connection then stays open."""
+    list_answer: bytes = b""
+    """Body of the response to every list, instead of objects."""
     forbidden: set[tuple[str, str]] = field(default_factory=set)
     """(collection, namespace) that may not be read."""
     forbidden_status: int = 403
@@ -176,7 +178,7 @@ class FakeApiServer:
                 "resourceVersion": str(self._version),
                 **({"continue": str(end)} if end < len(items) else {}),
             }
-            body = _encoded({"metadata": metadata, "items": items[start:end]})
+            body = self.list_answer or _encoded({"metadata": metadata, "items": items[start:end]})
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
             writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
 

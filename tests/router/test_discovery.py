@@ -23,10 +23,10 @@ from kubernetes.aio.config import ConfigException
 from argosy_protocol.errors import ApiError
 from argosy_protocol.fleet import Endpoint, FleetDocument, FleetService, encode_fleet
 from argosy_protocol.json_limits import TOKENS_PER_STEP
+from argosy_protocol.program.list_watch import decoded_in_turns
 from argosy_router.config import UpstreamLimits
 from argosy_router.discovery import kubernetes, reflector, sources
 from argosy_router.discovery.kubernetes import KubernetesDiscovery, Pod, PodMembers, members_of, pod_selectors
-from argosy_router.discovery.reflector import decoded_in_turns
 from argosy_router.discovery.sources import (
     GATHER_S,
     MAX_ADDRESSES,
@@ -621,6 +621,25 @@ async def test_the_last_good_state_survives_an_outage(monkeypatch: pytest.Monkey
         await until(lambda: published.members == {"default/svc": ["a", "b"]})
         assert len(api.lists) == lists, "watches go on where they were cut"
         assert all(snapshot.members["default/svc"] for snapshot in published[count:])
+
+
+@pytest.mark.parametrize("answer", [b'{"kind":"Status","metadata":{}}', b'{"metadata":{},"items":[]}', b"{}"])
+async def test_what_is_no_list_takes_no_replica(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway, or an API server that is out of order, may answer anything with 200."""
+    monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
+    async with cluster() as (api, published):
+        api.put("pods", "default", "a", **pod_fields())
+        await until(lambda: published.members == {"default/svc": ["a"]})
+        count, lists = len(published), len(api.lists)
+        api.list_answer = answer
+        api.put("pods", "elsewhere", "z", **pod_fields())
+        api.forget_history()
+        api.cut_watches()
+        await until(lambda: sum("/default/pods" in each for each in api.lists[lists:]) >= 2)
+        assert all(snapshot.members["default/svc"] for snapshot in published[count:])
+        api.list_answer = b""
+        api.put("pods", "default", "b", **pod_fields("10.0.0.2"))
+        await until(lambda: published.members == {"default/svc": ["a", "b"]})
 
 
 @pytest.mark.parametrize("status", [403, 410, 500])

@@ -1,8 +1,8 @@
 """The API server as the operator uses it: a few verbs on a handful of kinds, and the operator's errors.
 
-Owns the protocol `Api`, which tests implement with a fake, and what lists and watches beside kopf's have in common.
-Must not know the client behind it (`kubernetes_api`), nor what is written or why. Invariant: every method raises
-`ApiError` and nothing else. Each error carries the condition reason that it is reported under:
+Owns the protocol `Api`, which tests implement with a fake. Must not know the client behind it (`kubernetes_api`), nor
+what is written or why. Invariant: every method raises `ApiError` and nothing else. Each error carries the condition
+reason that it is reported under:
 
     OperatorError
     ├── ApiError          the API server refused or did not answer; retried with back-off
@@ -14,9 +14,7 @@ Must not know the client behind it (`kubernetes_api`), nor what is written or wh
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
 from typing import ClassVar, Final, Protocol
 
 from msgspec import Struct
@@ -28,7 +26,6 @@ RETRY: Final = 5.0
 REFUSED_RETRY: Final = 300.0
 """Seconds until the next attempt where there is no permission, or no such kind."""
 REFUSALS: Final = (401, 403, 404)
-EXPIRED: Final = 410
 
 
 class ObjectList(Struct, frozen=True):
@@ -37,6 +34,8 @@ class ObjectList(Struct, frozen=True):
     items: Iterable[Object]
     """Of a page they are read one by one, once: each may take 50 MB, and only some of it is kept."""
     version: str = ""
+    are_kept: bool = False
+    """Whether the items are no more than what the store keeps of them."""
 
 
 class Api(Protocol):
@@ -108,19 +107,6 @@ class Api(Protocol):
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         """Delete exactly this object; one that is gone is no error."""
         ...
-
-
-async def changes_since(
-    api: Api, kind: Kind, *, namespace: str | None, version: str
-) -> AsyncGenerator[tuple[str, Object], None]:
-    """What changes after the list of `version` (`Api.watch`). It ends no sooner than RETRY, as a proxy may end every
-    watch at once."""
-    began = asyncio.get_running_loop().time()
-    async with aclosing(api.watch(kind, namespace=namespace, version=version)) as events:
-        async for event in events:
-            yield event
-    if asyncio.get_running_loop().time() - began < RETRY:
-        await asyncio.sleep(RETRY)
 
 
 class OperatorError(Exception):

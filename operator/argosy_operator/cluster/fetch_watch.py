@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -102,23 +102,15 @@ class FetchWatch:
         self._ask = ask
         self._on_change = on_change
         self._polled: dict[str, tuple[FetchingPod, asyncio.Task[None]]] = {}
-        self._reports: dict[str, ModelProgress] = {}
+        self.view: dict[str, ModelProgress] = {}
+        """The last report of each pod that fetches, by the pod's UID."""
+        self.unpolled: set[str] = set()
+        """UIDs of the pods that fetch and were not asked yet."""
         self._announced_at: dict[str, float] = {}
-        self._unpolled: set[str] = set()
         self._services: dict[Name, _ServiceFetches] = {}
         self._emptied_at: dict[Name, float] = {}
         """When the last pod of a service left, of those that have none, the oldest first."""
         self._running = OwnerTurns(MAX_POLLS_AT_ONCE, MAX_POLLS_OF_NAMESPACE)
-
-    @property
-    def unpolled(self) -> Set[str]:
-        """UIDs of the pods that fetch and were not asked yet."""
-        return self._unpolled
-
-    @property
-    def view(self) -> Mapping[str, ModelProgress]:
-        """The last report of each pod that fetches, by the pod's UID."""
-        return self._reports
 
     def set_pods(self, pods: Iterable[FetchingPod]) -> None:
         """Set the pods that fetch now: start polling new ones, stop polling the others."""
@@ -136,7 +128,7 @@ class FetchWatch:
         self._drop_empty_services()
         self._emptied_at.pop(pod.service, None)
         self._services.setdefault(pod.service, _ServiceFetches()).add(pod.uid)
-        self._unpolled.add(pod.uid)
+        self.unpolled.add(pod.uid)
         self._polled[pod.uid] = pod, asyncio.create_task(self._poll(pod), name=f"fetch of {pod.name}")
 
     def forget(self, uid: str) -> None:
@@ -145,16 +137,15 @@ class FetchWatch:
         if pod is None or task is None:
             return
         task.cancel()
-        self._reports.pop(uid, None)
+        self.view.pop(uid, None)
         self._announced_at.pop(uid, None)
-        self._unpolled.discard(uid)
+        self.unpolled.discard(uid)
         fetches = self._services[pod.service]
         fetches.discard(uid)
         if not fetches.pods:
             self._emptied_at[pod.service] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Stop polling."""
         for uid in list(self._polled):
             self.forget(uid)
 
@@ -184,7 +175,7 @@ class FetchWatch:
         except UNUSABLE as error:
             logger.debug("pod %s does not report its fetch: %s", pod.name, error or type(error).__name__)
             return False
-        before, now = self._reports.get(pod.uid), asyncio.get_running_loop().time()
+        before, now = self.view.get(pod.uid), asyncio.get_running_loop().time()
         if before is not None:
             if summary(before) == summary(report):
                 return False
@@ -193,7 +184,7 @@ class FetchWatch:
                 return False
         if not self._services[pod.service].may_change(now):
             return False
-        self._reports[pod.uid], self._announced_at[pod.uid] = report, now
+        self.view[pod.uid], self._announced_at[pod.uid] = report, now
         self._on_change(pod.service)
         return True
 
@@ -201,8 +192,8 @@ class FetchWatch:
         """Note a poll of a pod. Whether a service stands still is known when all of its pods were asked, which is
         announced with the first change after that, or alone."""
         fetches = self._services[pod.service]
-        if pod.uid in self._unpolled:
-            self._unpolled.discard(pod.uid)
+        if pod.uid in self.unpolled:
+            self.unpolled.discard(pod.uid)
             fetches.unpolled.discard(pod.uid)
             fetches.is_due = not fetches.unpolled
         if has_changed:
@@ -261,7 +252,12 @@ async def http_progress(address: str) -> ModelProgress:
         host = f"[{address}]" if ":" in address else address
         # HTTP/1.0: the answer is not chunked, and ends with the connection.
         writer.write(f"GET {PROGRESS_PATH} HTTP/1.0\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        answer = await _read(reader)
+        try:
+            await reader.readexactly(MAX_ANSWER_BYTES + 1)
+        except asyncio.IncompleteReadError as end:
+            answer = end.partial
+        else:
+            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
     finally:
         writer.transport.abort()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -271,17 +267,3 @@ async def http_progress(address: str) -> ModelProgress:
     if len(body) > MAX_REPORT_BYTES:
         raise ValueError(f"more than {MAX_REPORT_BYTES} bytes")
     return msgspec.json.decode(body, type=ModelProgress)
-
-
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    """The whole answer, head and body.
-
-    Raises:
-        ValueError: it is longer than MAX_ANSWER_BYTES.
-    """
-    answer = b""
-    while chunk := await reader.read(MAX_ANSWER_BYTES):
-        answer += chunk
-        if len(answer) > MAX_ANSWER_BYTES:
-            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
-    return answer

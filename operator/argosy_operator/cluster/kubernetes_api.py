@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from argosy_operator.cluster.api import ApiError, ObjectList
 from argosy_operator.cluster.store import kept_fields
 from argosy_operator.names import FIELD_MANAGER, Kind, Object, kind_of
 from argosy_protocol import json_limits
+from argosy_protocol.program.list_watch import PageSize, WatchError, list_pages, watch_events
 
 DEADLINE: Final = 15.0
 """Seconds for one request. The API server answers in milliseconds; a slower request is retried."""
@@ -33,47 +34,14 @@ LIST_PAGE: Final = 10
 """Objects of the first answer to a list: a tenant's may have 4 MB of JSON each, and kopf lists all kinds at once."""
 LIST_PAGE_MAX: Final = 500
 """Objects of any answer: as many as client-go asks for."""
-LIST_PAGE_GROWTH: Final = 4
-"""How many times as many objects as before are asked for at most, as the next ones may be larger."""
-LIST_PAGE_BYTES: Final = 1 << 20
-"""Bytes that an answer shall have: the number of objects follows the size of those before. Pods have about 5 kB."""
-LIST_PAGE_BYTES_MAX: Final = 2 << 20
-"""Bytes after which an answer with more than LIST_PAGE objects is not read on: so many are asked for instead."""
 _LIST_ATTEMPTS: Final = 3
 """Attempts of a list whose version the API server gives up before the last page (410)."""
 WATCH_SECONDS: Final = 300
 """After so long the API server ends a watch; whoever watches lists again."""
 _MAX_EVENT_BYTES: Final = 8 << 20
 """An object in etcd has at most 1.5 MiB."""
-_PARTS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
-_NONE: Final = msgspec.Raw(b"null")
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Media type of an answer that leaves out everything but the metadata."""
-
-
-class PageSize:
-    """How many objects of a list to ask for next, by what the last answer weighed: the API server counts objects only,
-    each page is a request, and a tenant chooses how large an object is."""
-
-    def __init__(self, least: int, most: int) -> None:
-        self._least = self.limit = least
-        self._most = most
-
-    async def read(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """The body of an answer with `limit` objects; None if it is too large, and fewer are to be asked for."""
-        parts: list[bytes] = []
-        size = 0
-        async for part in answer.content.iter_any():
-            parts.append(part)
-            size += len(part)
-            if size > LIST_PAGE_BYTES_MAX and self.limit > self._least:
-                answer.close()
-                self.limit = self._least
-                return None
-        fitting = self.limit * LIST_PAGE_BYTES // max(1, size)
-        self.limit = max(self._least, min(self._most, self.limit * LIST_PAGE_GROWTH, fitting))
-        return b"".join(parts)
 
 
 class KubernetesApi:
@@ -142,7 +110,7 @@ class KubernetesApi:
                 with _translated(f"list {kind.plural}"):
                     items += [kept_fields(kind, item) for item in page.items]
                 version = page.version
-        return ObjectList(items, version)
+        return ObjectList(items, version, are_kept=True)
 
     def list_pages(
         self, kind: Kind, *, namespace: str | None, limit: int
@@ -153,24 +121,15 @@ class KubernetesApi:
         self, kind: Kind, *, namespace: str | None, labels: str, size: PageSize
     ) -> AsyncGenerator[ObjectList, None]:
         path = self._resource(kind).path(namespace=namespace)
-        token = None
-        while True:
-            answer = await self._answer(
-                "get", path, label_selector=labels or None, limit=size.limit, _continue=token
-            )
+        selector = {"labelSelector": labels} if labels else {}
+
+        async def ask(query: dict[str, str]) -> aiohttp.ClientResponse:
+            return await self._answer("get", path, query_params=[*selector.items(), *query.items()])
+
+        async with aclosing(list_pages(ask, size)) as pages:
             with _translated(f"GET {path}"):
-                text = await size.read(answer)
-                if text is None:
-                    continue
-                page = read_list(text)
-                metadata = page.get("metadata") or {}
-                version = metadata.get("resourceVersion")  # every page has the first one's
-                if not isinstance(version, str) or not version:
-                    raise ValueError("a list without a version, so something else has answered")
-            token = metadata.get("continue")
-            yield ObjectList(_objects(f"GET {path}", page["items"]), version)
-            if not token:
-                return
+                async for page in pages:
+                    yield ObjectList(_objects(f"GET {path}", page.items or ()), page.version)
 
     async def watch(
         self, kind: Kind, *, namespace: str | None, version: str
@@ -188,23 +147,16 @@ class KubernetesApi:
                 timeout_seconds=WATCH_SECONDS,
                 _request_timeout=timeout,
             )
-        try:
-            with _translated(action):
-                async for line in _lines(response.content):
-                    event, obj = line["type"], line["object"]
-                    if event == "ERROR":
-                        raise ApiError(action, obj.get("code", 0), obj.get("message", ""))
-                    yield event, _object(obj)
-        finally:
-            response.close()
+        async with aclosing(watch_events(response, _MAX_EVENT_BYTES)) as events:
+            try:
+                with _translated(action):
+                    async for event in events:
+                        yield event.type, _object(json_limits.loads(bytes(event.object)))
+            finally:
+                response.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        try:
-            return await self._request("get", self._path(kind, namespace, name))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        return await _found(self._request("get", self._path(kind, namespace, name)))
 
     async def has_namespace(self, name: str) -> bool | None:
         try:
@@ -218,20 +170,10 @@ class KubernetesApi:
         return True
 
     async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        try:
-            return await self._request(  # the dry run of a patch that changes nothing
-                "patch",
-                self._path(kind, namespace, name),
-                body={},
-                content_type="application/merge-patch+json",
-                dry_run="All",
-                field_manager=FIELD_MANAGER,
-                header_params={"Accept": METADATA_ONLY},
-            )
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        path = self._path(kind, namespace, name)
+        # The dry run of a patch that changes nothing.
+        headers = {"Accept": METADATA_ONLY}
+        return await _found(self._patch("merge-patch+json", path, {}, dry_run="All", header_params=headers))
 
     async def create_only(self, manifest: Object) -> Object:
         path = self._resource(kind_of(manifest)).path(namespace=manifest["metadata"]["namespace"])
@@ -245,14 +187,8 @@ class KubernetesApi:
     async def apply(self, manifest: Object) -> Object:
         metadata = manifest["metadata"]
         try:
-            return await self._request(
-                "patch",
-                self._path(kind_of(manifest), metadata["namespace"], metadata["name"]),
-                body=manifest,
-                content_type="application/apply-patch+yaml",
-                field_manager=FIELD_MANAGER,
-                force_conflicts="true",
-            )
+            path = self._path(kind_of(manifest), metadata["namespace"], metadata["name"])
+            return await self._patch("apply-patch+yaml", path, manifest, force_conflicts="true")
         except ApiError as error:
             if error.status == 422 and '"field":"metadata.uid"' in error.message:
                 # The API server calls another object's UID an attempt to change an immutable field.
@@ -263,31 +199,13 @@ class KubernetesApi:
         self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
     ) -> Object:
         style = "strategic-merge-patch" if strategic else "merge-patch"
-        return await self._request(
-            "patch",
-            f"{self._path(kind, namespace, name)}/status",
-            body=patch,
-            content_type=f"application/{style}+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch(f"{style}+json", f"{self._path(kind, namespace, name)}/status", patch)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
-        return await self._request(
-            "patch",
-            self._path(kind, namespace, name),
-            body=patch,
-            content_type="application/merge-patch+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch("merge-patch+json", self._path(kind, namespace, name), patch)
 
     async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
-        return await self._request(
-            "patch",
-            self._path(kind, namespace, name),
-            body=list(steps),
-            content_type="application/json-patch+json",
-            field_manager=FIELD_MANAGER,
-        )
+        return await self._patch("json-patch+json", self._path(kind, namespace, name), list(steps))
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
@@ -311,6 +229,11 @@ class KubernetesApi:
     def _path(self, kind: Kind, namespace: str, name: str) -> str:
         return self._resource(kind).path(name=name, namespace=namespace)
 
+    async def _patch(self, style: str, path: str, body: object, **params: Any) -> Object:
+        """Send a patch of media type `application/STYLE`."""
+        named = {"content_type": f"application/{style}", "field_manager": FIELD_MANAGER}
+        return await self._request("patch", path, body=body, **named, **params)
+
     async def _request(self, method: str, path: str, **params: Any) -> Object:
         response = await self._answer(method, path, **params)
         with _translated(f"{method.upper()} {path}"):
@@ -326,20 +249,14 @@ class KubernetesApi:
         return response
 
 
-def read_list(text: bytes) -> Object:
-    """An answer to a list, whose items are read one by one while somebody takes them: values that are small take
-    fifteen times as much memory as their JSON.
-
-    Raises:
-        ValueError: it is no JSON object, or its items are no list.
-    """
+async def _found(request: Awaitable[Object]) -> Object | None:
+    """The answer; None if there is no such object."""
     try:
-        parts = json_limits.decode(_PARTS, text)
-        items = json_limits.decode(_ITEMS, parts.pop("items", _NONE))
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from error
-    found: Object = {name: json_limits.loads(bytes(part)) for name, part in parts.items()}
-    return found | {"items": (json_limits.loads(bytes(item)) for item in items or ())}
+        return await request
+    except ApiError as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def _object(value: Any) -> Object:
@@ -355,15 +272,16 @@ def _object(value: Any) -> Object:
     return found
 
 
-def _objects(action: str, items: Iterable[Any]) -> Iterator[Object]:
-    """The items of a list, read while somebody takes them.
+def _objects(action: str, items: Iterable[msgspec.Raw]) -> Iterator[Object]:
+    """The items of a list, read while somebody takes them: values that are small take fifteen times as much memory as
+    their JSON.
 
     Raises:
         ApiError: one of them is no object.
     """
     with _translated(action):
         for item in items:
-            yield _object(item)
+            yield _object(json_limits.loads(bytes(item)))
 
 
 @contextmanager
@@ -373,6 +291,8 @@ def _translated(action: str) -> Iterator[None]:
         yield
     except ApiException as error:
         raise ApiError(action, error.status or 0, _message(error)) from error
+    except WatchError as error:
+        raise ApiError(action, error.code, str(error)) from error
     except (
         TimeoutError,
         aiohttp.ClientError,
@@ -394,18 +314,3 @@ def _message(error: ApiException) -> str:
         return text
     message = status.get("message") if isinstance(status, dict) else None
     return message if isinstance(message, str) and message else text
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[Object]:
-    """The JSON objects of a watch, one in each line. aiohttp's own lines are too short for large objects."""
-    rest = b""
-    async for chunk in content.iter_any():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            if line:
-                event = json_limits.loads(line)
-                if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
-                    raise ValueError("an event without an object")
-                yield event
-        if len(rest) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event is larger than {_MAX_EVENT_BYTES} bytes")

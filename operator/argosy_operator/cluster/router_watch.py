@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -58,6 +59,7 @@ ASK_TIMEOUT: Final = 2.0
 ASK_PAUSE: Final = 1.0
 """Seconds for which all removals share an answer. Each is the report of a whole fleet, and who may edit a service can
 have replicas removed as often as they like."""
+Report = TypeVar("Report")
 _FAILURES: Final = (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
 
 RoutableFetch = Callable[[str, "int | None", str], Awaitable[RoutableReport]]
@@ -87,15 +89,15 @@ def read_router_pod(obj: Mapping[str, Any]) -> RouterPod | None:
     return RouterPod(uid=obj["metadata"]["uid"], name=obj["metadata"]["name"], address=status["podIP"])
 
 
-class _Peer:
+class _Peer(Generic[Report]):
     """One router being polled."""
 
     def __init__(self, pod: RouterPod, now: float) -> None:
         self.pod = pod
-        self.report: RoutableReport | None = None
+        self.report: Report | None = None
         """The last report, with all changes since."""
-        self.whole_at = 0.0
-        """When the last whole one came."""
+        self.reported_at = now
+        """When the last whole one came, or it began to be asked."""
         self.failing_since: float | None = now
         """Time of the first poll without an answer; None after an answer."""
         self.task: asyncio.Task[None] | None = None
@@ -104,65 +106,72 @@ class _Peer:
         return self.failing_since is not None and now >= self.failing_since + UNREACHABLE
 
 
-class RouterWatch:
+class _Polls(ABC, Generic[Report]):
+    """One task for each router that is polled."""
+
+    polled = ""
+    """Name of these tasks."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer[Report]] = {}
+
+    def _follow(self, pods: Mapping[str, RouterPod]) -> None:
+        """Poll these routers, by their UIDs, and no other."""
+        for uid in [uid for uid, peer in self._peers.items() if pods.get(uid) != peer.pod]:
+            task = self._peers.pop(uid).task
+            if task is not None:
+                task.cancel()
+        for uid, pod in pods.items():
+            if uid not in self._peers:
+                peer = self._peers[uid] = _Peer(pod, asyncio.get_running_loop().time())
+                peer.task = asyncio.create_task(self._poll(peer), name=f"{self.polled} {pod.name}")
+
+    @abstractmethod
+    async def _poll(self, peer: _Peer[Report]) -> None:
+        """Ask for reports until cancelled."""
+
+
+class RouterWatch(_Polls[RoutableReport]):
     """Polls routers, and calls `on_change(keys of affected services, None for all)` when the merged view changes."""
 
+    polled = "router"
+
     def __init__(self, fetch: RoutableFetch, on_change: Callable[[frozenset[str] | None], None]) -> None:
+        super().__init__()
         self._fetch = fetch
         self._on_change = on_change
-        self._peers: dict[str, _Peer] = {}
         self._silent: set[str] = set()
         """Routers that have not answered for longer than GRACE."""
         self._alone_since: float | None = None
         """Time since which no router is alive; None while one is, and before pods were listed."""
         self._unsent_since: dict[str, float] = {}
         """Since when no router sends requests to any replica of a service, of those that some router knows."""
-        self._view = Routers()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def view(self) -> Routers:
+        self.view = Routers()
         """The merged reports of all routers that are alive."""
-        return self._view
+        self._timer: asyncio.TimerHandle | None = None
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
         """Set the router pods that run now: start polling new ones, stop polling the others."""
-        now = asyncio.get_running_loop().time()
         wanted = {pod.uid: pod for pod in pods}
-        for uid in self._peers.keys() - wanted.keys():
-            self._forget(uid)
-        for uid, pod in wanted.items():
-            if uid in self._peers and self._peers[uid].pod == pod:
-                continue
-            if uid in self._peers:
-                self._forget(uid)
-            peer = self._peers[uid] = _Peer(pod, now)
-            peer.task = asyncio.create_task(self._poll(peer), name=f"router {pod.name}")
+        self._silent -= {uid for uid, peer in self._peers.items() if wanted.get(uid) != peer.pod}
+        self._follow(wanted)
         self._refresh(None)
 
     def close(self) -> None:
-        """Stop polling."""
-        for uid in list(self._peers):
-            self._forget(uid)
+        self._follow({})
         if self._timer is not None:
             self._timer.cancel()
 
-    def _forget(self, uid: str) -> None:
-        peer = self._peers.pop(uid)
-        self._silent.discard(uid)
-        if peer.task is not None:
-            peer.task.cancel()
-
-    async def _poll(self, peer: _Peer) -> None:
+    async def _poll(self, peer: _Peer[RoutableReport]) -> None:
         loop = asyncio.get_running_loop()
         is_lost = False
         while True:
             held = peer.report if peer.failing_since is None and not is_lost else None
             seen = None if held is None else held.revision
-            epoch = held.epoch if held is not None and loop.time() < peer.whole_at + WHOLE else ""
+            epoch = held.epoch if held is not None and loop.time() < peer.reported_at + WHOLE else ""
             try:
                 answer = await self._fetch(peer.pod.address, seen, epoch)
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            except _FAILURES as error:
                 if peer.failing_since is None:
                     peer.failing_since = loop.time()
                     logger.warning(
@@ -172,7 +181,7 @@ class RouterWatch:
                 await asyncio.sleep(ROUTABLE_PAUSE)
                 continue
             if answer.base is None:
-                peer.whole_at = loop.time()
+                peer.reported_at = loop.time()
             report = with_changes(held, answer)
             is_lost = report is None  # changes of a revision that is not held: all is asked for
             if report is not None:
@@ -215,16 +224,16 @@ class RouterWatch:
         view = _combined(
             alive, known=bool(alive) or is_alone, unreachable=tuple(sorted(unreachable)), unsent=unsent
         )
-        if view == self._view:
+        if view == self.view:
             return
-        dimmed = view.unsent ^ self._view.unsent
+        dimmed = view.unsent ^ self.view.unsent
         if affected is not None:
             affected |= dimmed
-        elif structs.replace(view, unsent=self._view.unsent) == self._view:
+        elif structs.replace(view, unsent=self.view.unsent) == self.view:
             affected = dimmed
-        turned = view.known != self._view.known or (view.alive == 0) != (self._view.alive == 0)
-        turned = turned or view.unreachable != self._view.unreachable
-        self._view = view
+        turned = view.known != self.view.known or (view.alive == 0) != (self.view.alive == 0)
+        turned = turned or view.unreachable != self.view.unreachable
+        self.view = view
         self._on_change(None if turned else affected)
 
     def _unsent(self, now: float) -> tuple[frozenset[str], list[float]]:
@@ -253,7 +262,11 @@ class RouterWatch:
 
 
 def _combined(
-    alive: Iterable[_Peer], *, known: bool, unreachable: tuple[str, ...], unsent: frozenset[str]
+    alive: Iterable[_Peer[RoutableReport]],
+    *,
+    known: bool,
+    unreachable: tuple[str, ...],
+    unsent: frozenset[str],
 ) -> Routers:
     reports = [peer.report for peer in alive if peer.report is not None]
     replicas = [replica for report in reports for replica in report.replicas if replica.uid]
@@ -277,25 +290,16 @@ def _affected(before: RoutableReport | None, after: RoutableReport) -> frozenset
     return frozenset(replica.service for replica in changed)
 
 
-class _LoadPeer:
-    """One router being polled."""
-
-    def __init__(self, pod: RouterPod, now: float) -> None:
-        self.pod = pod
-        self.report: LoadReport | None = None
-        self.reported_at = now
-        """When it reported, or began to be asked."""
-        self.task: asyncio.Task[None] | None = None
-
-
-class LoadWatch:
+class LoadWatch(_Polls[LoadReport]):
     """Polls routers for their load, and calls `on_held(services)` when services begin to hold requests."""
 
+    polled = "load of"
+
     def __init__(self, fetch: LoadFetch, on_held: Callable[[frozenset[str]], None]) -> None:
+        super().__init__()
         self._fetch = fetch
         self._on_held = on_held
         self._pods: dict[str, RouterPod] = {}
-        self._peers: dict[str, _LoadPeer] = {}
         self._is_needed = False
         self._merged: Mapping[str, ServiceLoad] = {}
         self._merged_of: list[LoadReport] = []
@@ -305,17 +309,15 @@ class LoadWatch:
         """When all routers were asked last by `ask`, and their answers."""
 
     def set_pods(self, pods: Iterable[RouterPod]) -> None:
-        """Set the router pods that run now."""
         self._pods = {pod.uid: pod for pod in pods}
-        self._follow()
+        self.set_needed(self._is_needed)
 
     def set_needed(self, is_needed: bool) -> None:
         """Set whether some service scales by load."""
         self._is_needed = is_needed
-        self._follow()
+        self._follow(self._pods if is_needed else {})
 
     def close(self) -> None:
-        """Stop polling."""
         self.set_needed(False)
 
     def view(self) -> Mapping[str, ServiceLoad]:
@@ -362,19 +364,7 @@ class LoadWatch:
                 raise error
         return FleetLoad(reports, is_complete=len(reports) == len(tasks))
 
-    def _follow(self) -> None:
-        """Poll the routers that are to be polled, and no other."""
-        wanted = self._pods if self._is_needed else {}
-        for uid in [uid for uid, peer in self._peers.items() if wanted.get(uid) != peer.pod]:
-            task = self._peers.pop(uid).task
-            if task is not None:
-                task.cancel()
-        for uid, pod in wanted.items():
-            if uid not in self._peers:
-                peer = self._peers[uid] = _LoadPeer(pod, asyncio.get_running_loop().time())
-                peer.task = asyncio.create_task(self._poll(peer), name=f"load of {pod.name}")
-
-    async def _poll(self, peer: _LoadPeer) -> None:
+    async def _poll(self, peer: _Peer[LoadReport]) -> None:
         loop = asyncio.get_running_loop()
         is_failing = False
         while True:
@@ -417,9 +407,6 @@ async def _get_as_admin(
             response.raise_for_status()
             return await response.read()
     raise AssertionError("the last key's answer was returned or raised")
-
-
-Report = TypeVar("Report")
 
 
 def http_fetch(

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
-from argosy_operator.cluster.api import EXPIRED, REFUSALS, REFUSED_RETRY, RETRY, Api, ApiError, changes_since
-from argosy_operator.names import AUTOSCALERS, NAMESPACES, Name, Object, deployment_name, object_name
+from argosy_operator.cluster.api import REFUSALS, REFUSED_RETRY, RETRY, Api, ApiError
+from argosy_operator.names import AUTOSCALERS, NAMESPACES, Kind, Name, Object, deployment_name, object_name
 from argosy_operator.observation import (
     Scaler,
     Scalers,
@@ -33,29 +35,102 @@ from argosy_operator.observation import (
     summarize,
     target_deployment,
 )
+from argosy_protocol.program.list_watch import EXPIRED, ListAndWatch
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE_PATIENCE: Final = 3
-"""Refusals in a row after which that is so, and failures after which nobody waits for an answer any more: an API server
-that starts may refuse what it allows later, and names decided without it would be given to others for a moment."""
+PATIENCE: Final = 3
+"""Refusals in a row after which that is so, and failures after which nobody waits for the first list any more: an API
+server that starts may refuse what it allows later, and names decided without it would be given to others for a moment.
+"""
 NAMESPACE_PAGE: Final = 100
 """Namespaces of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
-SCALER_PATIENCE: Final = 3
-"""Failures in a row for which decisions wait for the first list, and after which a refusal counts."""
 SCALER_PAGE: Final = 25
 """Autoscalers of one answer: each may have 1.5 MiB in etcd, nearly all of it annotations."""
 
 
-class NamespaceWatch:
+class _ApiWatch(ListAndWatch):
+    """Follows a kind by `Api`. Each watch, which the API server ends after some minutes, is followed by a list."""
+
+    unwatched = ""
+    """What the log says of a failure, which goes in place of `%s`."""
+
+    def __init__(self, api: Api, kind: Kind, namespace: str | None, page: int) -> None:
+        super().__init__()
+        self._api = api
+        self._kind = kind
+        self.namespace = namespace
+        self._page = page
+        self._failures = 0
+        """Failures since the last list."""
+        self._refusals = 0
+        """Refusals in a row since the last event of a watch."""
+        self._is_told = False
+
+    async def _list(self) -> str:
+        found: list[Any] = []
+        version = ""
+        pages = self._api.list_pages(self._kind, namespace=self.namespace, limit=self._page)
+        async with aclosing(pages):
+            async for page in pages:
+                found += map(self._read, page.items)
+                version = page.version
+                del page  # what is kept of it is small
+        await self._adopt(found)
+        self._failures = 0
+        return version
+
+    async def _watch(self, version: str) -> None:
+        events = self._api.watch(self._kind, namespace=self.namespace, version=version)
+        async with aclosing(events):
+            async for event, obj in events:
+                self._refusals, self._is_told = 0, False
+                await self._handle(event, obj)
+
+    def _after(self, error: Exception | None, watched_s: float) -> float:
+        if error is None:
+            self._refusals, self._is_told = 0, False
+            return RETRY if watched_s < RETRY else 0.0  # a proxy may end every watch at once
+        self._failures += 1
+        status = error.status if isinstance(error, ApiError) else 0
+        self._refusals = self._refusals + 1 if status in REFUSALS else 0
+        if not self._is_told and status != EXPIRED:
+            self._is_told = True
+            is_known = isinstance(error, ApiError)
+            logger.warning(self.unwatched, error, exc_info=None if is_known else error)
+        return REFUSED_RETRY if self._note_failure(status) or self._refusals >= PATIENCE else RETRY
+
+    @abstractmethod
+    def _read(self, obj: Object) -> Any:
+        """What is kept of an object that was listed."""
+
+    @abstractmethod
+    async def _adopt(self, found: list[Any]) -> None:
+        """Let these be all objects that there are."""
+
+    @abstractmethod
+    async def _handle(self, event: str, obj: Object) -> None:
+        """Apply a change."""
+
+    @abstractmethod
+    def _note_failure(self, status: int) -> bool:
+        """Note that it was not listed, or not watched. Returns whether that is a refusal that counts."""
+
+
+class NamespaceWatch(_ApiWatch):
     """Knows the names of all namespaces."""
+
+    unwatched = (
+        "namespaces cannot be watched: %s; model names that begin with the name of a namespace are refused to others "
+        "only while that has an InferenceService"
+    )
 
     def __init__(self, api: Api, served: Collection[str], *, on_change: Callable[[], None]) -> None:
         """Args:
         served: the namespaces that are served; all if empty.
         on_change: called when a namespace has come or gone.
         """
-        self._api = api
+        super().__init__(api, NAMESPACES, None, NAMESPACE_PAGE)
         self._is_needed = not served
         self._on_change = on_change
         self.names: frozenset[str] = frozenset(served)
@@ -65,49 +140,30 @@ class NamespaceWatch:
             self._was_answered.set()
 
     async def wait_answered(self) -> None:
-        """Return once the API server has answered, or has failed NAMESPACE_PATIENCE times."""
+        """Return once the API server has answered, or has failed PATIENCE times."""
         await self._was_answered.wait()
 
     async def run(self) -> None:
-        """Follow the namespaces until cancelled."""
-        failures, refusals = 0, 0
-        is_told = False
-        while self._is_needed:
-            try:
-                version = await self._list()
-                events = changes_since(self._api, NAMESPACES, namespace=None, version=version)
-                async with aclosing(events):
-                    async for event, obj in events:
-                        failures, refusals, is_told = 0, 0, False
-                        name = obj["metadata"]["name"]
-                        self._know(self.names - {name} if event == "DELETED" else self.names | {name})
-                failures, refusals, is_told = 0, 0, False
-            except ApiError as error:
-                failures += 1
-                if failures >= NAMESPACE_PATIENCE:
-                    self._was_answered.set()
-                if not is_told and error.status != EXPIRED:
-                    is_told = True
-                    logger.warning(
-                        "namespaces cannot be watched: %s; model names that begin with the name of a namespace are "
-                        "refused to others only while that has an InferenceService",
-                        error,
-                    )
-                refusals = refusals + 1 if error.status in REFUSALS else 0
-                await asyncio.sleep(REFUSED_RETRY if refusals >= NAMESPACE_PATIENCE else RETRY)
+        """Follow the namespaces until cancelled, if that is needed."""
+        if self._is_needed:
+            await super().run()
 
-    async def _list(self) -> str:
-        """Know the namespaces that there are. Returns the version of the list."""
-        names: set[str] = set()
-        version = ""
-        pages = self._api.list_pages(NAMESPACES, namespace=None, limit=NAMESPACE_PAGE)
-        async with aclosing(pages):
-            async for page in pages:
-                names.update(obj["metadata"]["name"] for obj in page.items)
-                version = page.version
+    def _read(self, obj: Object) -> str:
+        name: str = obj["metadata"]["name"]
+        return name
+
+    async def _adopt(self, found: list[str]) -> None:
         self._was_answered.set()
-        self._know(frozenset(names))
-        return version
+        self._know(frozenset(found))
+
+    async def _handle(self, event: str, obj: Object) -> None:
+        name = self._read(obj)
+        self._know(self.names - {name} if event == "DELETED" else self.names | {name})
+
+    def _note_failure(self, status: int) -> bool:
+        if self._failures >= PATIENCE:
+            self._was_answered.set()
+        return False
 
     def _know(self, names: frozenset[str]) -> None:
         if names != self.names:
@@ -115,11 +171,23 @@ class NamespaceWatch:
             self._on_change()
 
 
-class _Scope:
-    """One namespace, or all."""
+class _Scope(_ApiWatch):
+    """The autoscalers of one namespace, or of all."""
 
-    def __init__(self, namespace: str | None) -> None:
-        self.namespace = namespace
+    unwatched = "HorizontalPodAutoscalers are not watched: %s"
+
+    def __init__(
+        self,
+        api: Api,
+        namespace: str | None,
+        *,
+        read_service: Callable[[Name], Awaitable[None]],
+        announce: Callable[[Name], None],
+    ) -> None:
+        """`announce` is called with a target whose autoscalers have changed."""
+        super().__init__(api, AUTOSCALERS, namespace, SCALER_PAGE)
+        self._read_service = read_service
+        self._announce = announce
         self.groups: dict[Name, dict[Name, Scaler]] = {}
         """The autoscalers of each service that has any, by their own names."""
         self.targets: dict[Name, Name] = {}
@@ -136,10 +204,69 @@ class _Scope:
             known = msgspec.structs.replace(known, of_deployment=names)
         return known if self.was_asked.is_set() else msgspec.structs.replace(known, was_asked=False)
 
-    def held(self, name: Name) -> Scaler | None:
-        """The autoscaler of this name."""
+    def _note_failure(self, status: int) -> bool:
+        is_patient = self._failures < PATIENCE
+        is_refused = status in REFUSALS and (not is_patient or not self.is_known)
+        if is_refused:
+            targets = list(self.groups)
+            self.groups, self.targets, self.is_known = {}, {}, False
+            for target in targets:
+                self._announce(target)
+        if is_refused or not is_patient:
+            self.was_asked.set()
+        return is_refused
+
+    def _read(self, obj: Object) -> Scaler | None:
+        return read_scaler(obj)
+
+    async def _adopt(self, found: list[Scaler | None]) -> None:
+        groups: dict[Name, dict[Name, Scaler]] = {service: {} for service in self.groups}
+        for scaler in filter(None, found):
+            groups.setdefault(scaler.service, {})[scaler.key] = scaler
+        await self._record(groups)
+
+    async def _handle(self, event: str, obj: Object) -> None:
+        name = object_name(obj)
         target = self.targets.get(name)
-        return None if target is None else self.groups[target][name]
+        before = None if target is None else self.groups[target][name]
+        after = None if event == "DELETED" else read_scaler(obj)
+        if before == after:
+            return  # its status has new figures
+        groups = {
+            each.service: dict(self.groups.get(each.service, {}))
+            for each in (before, after)
+            if each is not None
+        }
+        if before is not None:
+            del groups[before.service][name]
+        if after is not None:
+            groups[after.service][name] = after
+        await self._record(groups)
+
+    async def _record(self, groups: Mapping[Name, dict[Name, Scaler]]) -> None:
+        """Let these be the autoscalers of the services that are named, and of no other."""
+        changed = sorted(service for service, group in groups.items() if self._differs(service, group))
+        for service in changed:
+            if target_deployment(service) is None:
+                await self._read_service(service)
+        self.is_known = True
+        self.was_asked.set()
+        for service in groups:
+            for name in self.groups.pop(service, {}):
+                del self.targets[name]
+        for service, group in groups.items():
+            if group:
+                self.groups[service] = group
+                self.targets.update(dict.fromkeys(group, service))
+        for service in changed:
+            self._announce(service)
+
+    def _differs(self, target: Name, group: Mapping[Name, Scaler]) -> bool:
+        """Whether these autoscalers of a target mean something else than those that were known."""
+        if target_deployment(target) is not None:
+            return self.groups.get(target, {}) != group
+        known = msgspec.structs.replace(self.of(target), of_deployment=())
+        return known != summarize(group.values(), is_known=True)
 
 
 class ScalerWatch:
@@ -160,26 +287,24 @@ class ScalerWatch:
         find_service: the service of a Deployment; None if it is nobody's.
         on_change: called when it counts.
         """
-        self._api = api
         self._find_service = find_service
-        self._read_service = read_service
         self._on_change = on_change
+        self._scope = partial(_Scope, api, read_service=read_service, announce=self._announce)
         self._scopes: dict[str | None, _Scope] = {
-            each: _Scope(each) for each in tuple[str | None, ...](namespaces) or (None,)
+            each: self._scope(each) for each in tuple[str | None, ...](namespaces) or (None,)
         }
 
     def set_needed(self, is_needed: bool) -> None:
         """Set whether there is some service."""
         for namespace, scope in self._scopes.items():
             if is_needed and scope.task is None:
-                scope.task = asyncio.create_task(self._follow(scope), name=f"autoscalers of {namespace}")
+                scope.task = asyncio.create_task(scope.run(), name=f"autoscalers of {namespace}")
             elif not is_needed and scope.task is not None:
                 scope.task.cancel()
                 scope.was_asked.set()  # whoever waits need not wait any more
-                self._scopes[namespace] = _Scope(namespace)
+                self._scopes[namespace] = self._scope(namespace)
 
     def close(self) -> None:
-        """Stop watching."""
         self.set_needed(False)
 
     @property
@@ -198,100 +323,8 @@ class ScalerWatch:
         scope = self._scopes.get(service[0]) or self._scopes.get(None)
         return Scalers(was_asked=False) if scope is None else scope.of(service)
 
-    async def _follow(self, scope: _Scope) -> None:
-        failures = 0
-        while True:
-            try:
-                version = await self._list(scope)
-                failures = 0
-                events = changes_since(self._api, AUTOSCALERS, namespace=scope.namespace, version=version)
-                async with aclosing(events):
-                    async for event, obj in events:
-                        await self._handle(scope, event, obj)
-            except ApiError as error:
-                if not failures and error.status != EXPIRED:
-                    logger.warning("HorizontalPodAutoscalers are not watched: %s", error)
-                failures += 1
-                is_patient = failures < SCALER_PATIENCE
-                is_refused = error.status in REFUSALS and (not is_patient or not scope.is_known)
-                if is_refused:
-                    self._forget(scope)
-                if is_refused or not is_patient:
-                    scope.was_asked.set()
-                await asyncio.sleep(REFUSED_RETRY if is_refused else RETRY)
-            except Exception:  # whoever waits for the first list would wait for ever
-                logger.exception("HorizontalPodAutoscalers are not watched")
-                failures += 1
-                if failures >= SCALER_PATIENCE:
-                    scope.was_asked.set()
-                await asyncio.sleep(RETRY)
-
-    async def _list(self, scope: _Scope) -> str:
-        """Let the autoscalers that there are count. Returns the version of the list."""
-        groups: dict[Name, dict[Name, Scaler]] = {}
-        version = ""
-        pages = self._api.list_pages(AUTOSCALERS, namespace=scope.namespace, limit=SCALER_PAGE)
-        async with aclosing(pages):
-            async for page in pages:
-                for scaler in filter(None, map(read_scaler, page.items)):
-                    groups.setdefault(scaler.service, {})[scaler.key] = scaler
-                version = page.version
-                del page  # what is kept of it is small
-        await self._record(
-            scope, {service: groups.get(service, {}) for service in {**scope.groups, **groups}}
-        )
-        return version
-
-    async def _handle(self, scope: _Scope, event: str, obj: Object) -> None:
-        name = object_name(obj)
-        before, after = scope.held(name), None if event == "DELETED" else read_scaler(obj)
-        if before == after:
-            return  # its status has new figures
-        groups = {
-            each.service: dict(scope.groups.get(each.service, {}))
-            for each in (before, after)
-            if each is not None
-        }
-        if before is not None:
-            del groups[before.service][name]
-        if after is not None:
-            groups[after.service][name] = after
-        await self._record(scope, groups)
-
-    async def _record(self, scope: _Scope, groups: Mapping[Name, dict[Name, Scaler]]) -> None:
-        """Let these be the autoscalers of the services that are named, and of no other."""
-        changed = sorted(service for service, group in groups.items() if _differs(scope, service, group))
-        for service in changed:
-            if target_deployment(service) is None:
-                await self._read_service(service)
-        scope.is_known = True
-        scope.was_asked.set()
-        for service in groups:
-            for name in scope.groups.pop(service, {}):
-                del scope.targets[name]
-        for service, group in groups.items():
-            if group:
-                scope.groups[service] = group
-                scope.targets.update(dict.fromkeys(group, service))
-        for service in changed:
-            self._announce(service)
-
-    def _forget(self, scope: _Scope) -> None:
-        services = list(scope.groups)
-        scope.groups, scope.targets, scope.is_known = {}, {}, False
-        for service in services:
-            self._announce(service)
-
     def _announce(self, target: Name) -> None:
         deployment = target_deployment(target)
         service = target if deployment is None else self._find_service(deployment)
         if service is not None:
             self._on_change(service)
-
-
-def _differs(scope: _Scope, target: Name, group: Mapping[Name, Scaler]) -> bool:
-    """Whether these autoscalers of a target mean something else than those that were known."""
-    if target_deployment(target) is not None:
-        return scope.groups.get(target, {}) != group
-    known = msgspec.structs.replace(scope.of(target), of_deployment=())
-    return known != summarize(group.values(), is_known=True)

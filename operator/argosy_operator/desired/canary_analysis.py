@@ -162,20 +162,13 @@ def baseline_of(analysis: CanaryAnalysis, stable: Figures, before: Baseline) -> 
     streams = now if has_streams else before
     answers = now if has_itl else before
     shares = now if has_attempts and now.cached_share is not None else before
-    return Baseline(
-        ttft_p90_s=streams.ttft_p90_s,
-        itl_p90_s=answers.itl_p90_s,
-        cached_share=shares.cached_share,
-        attempts=attempts.attempts,
-        failures=attempts.failures,
-        client_errors=attempts.client_errors,
-        streams=streams.streams,
-        slow_streams=streams.slow_streams,
-        itl_answers=answers.itl_answers,
-        slow_itl_answers=answers.slow_itl_answers,
-        sampled=shares.sampled,
-        sampled_cached=shares.sampled_cached,
+    kept = (
+        (attempts, ("attempts", "failures", "client_errors")),
+        (streams, ("ttft_p90_s", "streams", "slow_streams")),
+        (answers, ("itl_p90_s", "itl_answers", "slow_itl_answers")),
+        (shares, ("cached_share", "sampled", "sampled_cached")),
     )
+    return Baseline(**{name: getattr(side, name) for side, names in kept for name in names})
 
 
 def missing_baseline(analysis: CanaryAnalysis, baseline: Baseline) -> str:

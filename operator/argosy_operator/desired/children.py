@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import xxhash
@@ -77,6 +77,10 @@ from argosy_resource.engine_command import (
 from argosy_resource.schema_types import is_own_secret
 from argosy_resource.types import API_VERSION, KIND, InferenceService
 
+HELM_RELEASE_PREFIX: Final = "sh.helm.release.v1."
+"""Beginning of the names of Secrets in which Helm keeps releases, with the values of each: those of the chart may have
+the fleet key and keys of clients."""
+
 
 class Plan(Struct, frozen=True, kw_only=True):
     """The children of one service, in the order in which they are applied."""
@@ -108,7 +112,6 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def plan_children(service: InferenceService, observed: Observation, config: OperatorConfig) -> Plan:
-    """Compute the children that should exist now."""
     secret = _secret(service, observed, config)
     images = pinned_images(service, observed, config)
     key_digest = _key_digest(service, config, images)
@@ -367,11 +370,7 @@ def _node_set(service: InferenceService, leader: Pod, wanted: NodeTemplate) -> M
             "podManagementPolicy": "Parallel",
             "revisionHistoryLimit": 1,
             "selector": {
-                "matchLabels": {
-                    COMPONENT_LABEL: NODE_COMPONENT,
-                    SERVICE_LABEL: service_label(service),
-                    **own,
-                }
+                "matchLabels": {COMPONENT_LABEL: NODE_COMPONENT, SERVICE_LABEL: service_label(service), **own}
             },
             "template": {
                 "metadata": {**metadata, "labels": labels},
@@ -393,9 +392,9 @@ def deployment_problem(service: InferenceService, config: OperatorConfig) -> Pro
 
 def named_secrets(service: InferenceService) -> frozenset[str]:
     """Secrets that the service's author has its pods get."""
-    model = service.spec.model
+    model, overlay = service.spec.model, service.spec.pod_template.spec
     own = () if model.secret_ref is None else (model.secret_ref.name,)
-    return frozenset((*own, *service.spec.pod_template.spec.secrets))
+    return frozenset((*own, *overlay.read_secrets, *(each.name for each in overlay.image_pull_secrets)))
 
 
 def _arguments_problem(service: InferenceService) -> Problem | None:
@@ -410,10 +409,24 @@ def _reserved_problem(service: InferenceService, config: OperatorConfig) -> Prob
     is refused here."""
     is_home = service.metadata.namespace == config.namespace
     own = {config.fleet_key_secret, config.router_keys_secret, *config.reserved_secrets} if is_home else set()
-    secrets = sorted(name for name in named_secrets(service) if name in own or is_own_secret(name))
+    secrets = sorted(
+        name
+        for name in named_secrets(service)
+        if name in own or is_own_secret(name) or (is_home and name.startswith(HELM_RELEASE_PREFIX))
+    )
     claims = sorted(set(_named_claims(service)) & set(config.reserved_claims)) if is_home else []
     named = [*(f"the Secret {name}" for name in secrets), *(f"the claim {name}" for name in claims)]
-    return reserved(named) if named else None
+    if named:
+        return reserved(named)
+    credentials = sorted(set(service.spec.pod_template.spec.read_secrets) & set(config.image_pull_secrets))
+    if not credentials:
+        return None
+    return Problem(
+        "ObjectReserved",
+        f"{', '.join(f'the Secret {name}' for name in credentials)}: has the installation's credentials for the "
+        "registry of images, with which pods may pull and which they may not read; remove it from volumes and "
+        "variables of spec.podTemplate, or give a Secret of yours another name",
+    )
 
 
 def reserved(named: list[str]) -> Problem:

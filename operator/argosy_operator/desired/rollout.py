@@ -150,12 +150,11 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def annotations(self) -> dict[str, str]:
-        """Annotations of the Deployment."""
         found = {INPUT_ANNOTATION: self.input_digest}
         if self.held_revision:
             found[HELD_ANNOTATION] = self.held_revision
         if self.canary is not None:
-            found[CANARY_ANNOTATION] = _encode_canary(self.canary.state)
+            found[CANARY_ANNOTATION] = msgspec.json.encode(self.canary.state).decode()
         if self.turn is not None:
             found[TURN_ANNOTATION] = self.turn.text
         return found
@@ -172,26 +171,20 @@ def plan_rollout(
         held = held_revision(service, own, revision, digest=digest, key_digest=key_digest)
     unhealthy = unhealthy_replicas(own) if held else ""
     if held and (own.rolling_elsewhere or unhealthy):
-        waits_for = "" if unhealthy else own.rolling_elsewhere
-        plan = _waiting(service, held, waits_for=waits_for, unhealthy=unhealthy)
+        plan = RolloutPlan(
+            phase="waiting-for-turn",
+            surge=service.spec.rollout.surge,
+            unavailable=service.spec.rollout.unavailable,
+            is_paused=True,
+            held_revision=held,
+            waits_for="" if unhealthy else own.rolling_elsewhere,
+            unhealthy=unhealthy,
+        )
     elif canary is not None and canary.held:
         plan = _trying(service, observed, revision, canary)
     else:
         plan = _rolling(service, own, revision, canary, is_own=bool(held))
     return msgspec.structs.replace(plan, input_digest=digest)
-
-
-def _waiting(service: InferenceService, held: str, *, waits_for: str, unhealthy: str) -> RolloutPlan:
-    """The operator's own change waits: its pods keep the revision `held`."""
-    return RolloutPlan(
-        phase="waiting-for-turn",
-        surge=service.spec.rollout.surge,
-        unavailable=service.spec.rollout.unavailable,
-        is_paused=True,
-        held_revision=held,
-        waits_for=waits_for,
-        unhealthy=unhealthy,
-    )
 
 
 def _trying(
@@ -417,22 +410,13 @@ def _is_of(observed: Observation, revision: str) -> bool:
 
 _EXITED: Final = ("ContainerExited", "OOMKilled")
 _OCCUPIED: Final = (
-    "Insufficient ",
-    "Too many pods",
-    NO_DEVICE,
-    "anti-affinity",
-    "topology spread",
-    "in use",
-    "in-use",
+    *("Insufficient ", "Too many pods", NO_DEVICE, "anti-affinity", "topology spread", "in use", "in-use"),
     "volume count",
 )
 """The scheduler's words for what another pod may give back."""
 _NOT_OFFERED: Final = (
-    "didn't match Pod's node affinity/selector",
-    "taint",
-    "node(s) were unschedulable",
-    "persistentvolumeclaim",
-    "volume node affinity conflict",
+    *("didn't match Pod's node affinity/selector", "taint", "node(s) were unschedulable"),
+    *("persistentvolumeclaim", "volume node affinity conflict"),
 )
 """Its words for what no pod can give back."""
 
@@ -547,11 +531,6 @@ def _read_canary(deployment: Object | None) -> CanaryState | None:
         return msgspec.json.decode(text, type=CanaryState)
     except msgspec.MsgspecError:
         return None
-
-
-def _encode_canary(state: CanaryState) -> str:
-    """The value of the annotation."""
-    return msgspec.json.encode(state).decode()
 
 
 def key_of_trial(service: InferenceService, deployment: Object | None) -> str:

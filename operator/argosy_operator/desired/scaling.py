@@ -76,18 +76,12 @@ class ScalingHistory(Struct, frozen=True, kw_only=True):
     """Since when all replicas of the number decided are routable; None while some are not."""
 
 
-class ScalingDecision(Struct, frozen=True, kw_only=True):
-    """A number of replicas, and why."""
+class ScalingDecision(Struct, frozen=True):
+    """A number of replicas, and why: what was decided, or what a metric asks for."""
 
     wanted: int
     reason: str
     message: str = ""
-
-
-class _Want(Struct, frozen=True):
-    replicas: int
-    reason: str
-    message: str
 
 
 def decide(
@@ -116,19 +110,18 @@ def decide(
     history = _pruned(scaling, history, now)
     bounded = min(max(current, floor), ceiling)
     if load is None:
-        decision = _bounded(current, floor, ceiling, why_floor) or ScalingDecision(
-            wanted=bounded, reason="NoReports", message="no router reports; nothing is changed"
-        )
+        unchanged = ScalingDecision(bounded, "NoReports", "no router reports; nothing is changed")
+        decision = _bounded(current, floor, ceiling, why_floor) or unchanged
         # A window that is empty because nobody reported would hold nothing still.
         return decision, _with(history, Recommendation(now, bounded, bounded))
     if history.served_since is None and (serving or load.routable):
         history = msgspec.structs.replace(history, served_since=now)
     history = _with_complete(history, load, bounded, now)
     if _is_idle(scaling, load, history, now, start_deadline) and current > floor == 0:
-        decision = ScalingDecision(wanted=0, reason="Idle", message=f"no request for {scaling.idle_after} s")
+        decision = ScalingDecision(0, "Idle", f"no request for {scaling.idle_after} s")
         return decision, _moved(history, current, 0, now)
     want = _wanted(scaling, load, bounded, floor, complete_s=_complete_s(history, now))
-    want_replicas = min(max(want.replicas, floor), ceiling)
+    want_replicas = min(max(want.wanted, floor), ceiling)
     if not (load.is_complete or load.is_settled) or any(uid not in load.replicas for uid in serving):
         want_replicas = max(want_replicas, bounded)
     recommendation = Recommendation(now, want_replicas, want_replicas)
@@ -137,17 +130,11 @@ def decide(
     if load.held and bounded == 0:
         step = min(max(1, want_replicas), scaling.scale_up.max_step, ceiling)
         message = f"{load.held} requests are held for want of a replica"
-        return ScalingDecision(wanted=step, reason="Held", message=message), _moved(
-            history, current, step, now
-        )
-    if wanted != bounded:
-        decision = ScalingDecision(wanted=wanted, reason=want.reason, message=want.message)
-    else:
-        decision = _bounded(current, floor, ceiling, why_floor) or ScalingDecision(
-            wanted=wanted,
-            reason=want.reason if want_replicas == wanted else "Stabilizing",
-            message=want.message,
-        )
+        return ScalingDecision(step, "Held", message), _moved(history, current, step, now)
+    is_asked = wanted != bounded or want_replicas == wanted
+    decision = ScalingDecision(wanted, want.reason if is_asked else "Stabilizing", want.message)
+    if wanted == bounded:
+        decision = _bounded(current, floor, ceiling, why_floor) or decision
     return decision, _moved(history, current, wanted, now)
 
 
@@ -202,31 +189,30 @@ def _is_idle(
     return load.is_complete and not load.sequences and not load.held and idle_s >= scaling.idle_after
 
 
-def _wanted(scaling: Scaling, load: ServiceLoad, current: int, floor: int, *, complete_s: float) -> _Want:
+def _wanted(
+    scaling: Scaling, load: ServiceLoad, current: int, floor: int, *, complete_s: float
+) -> ScalingDecision:
     """What the load asks for. Only a service that was idle for long enough has no replica."""
     least = max(floor, 1 if current or load.held else 0)
-    wants = [_Want(least, "MinReplicas", "no metric asks for more")]
+    wants = [ScalingDecision(least, "MinReplicas", "no metric asks for more")]
     if scaling.metrics is not None:
         wants += _by_metrics(scaling.metrics, load, current, complete_s)
-    return max(wants, key=lambda want: want.replicas)
+    return max(wants, key=lambda want: want.wanted)
 
 
 def _by_metrics(
     metrics: ScalingMetrics, load: ServiceLoad, current: int, complete_s: float
-) -> Iterator[_Want]:
+) -> Iterator[ScalingDecision]:
+    kv_usage = sum(each.kv_usage for each in load.replicas.values())
     sums = (
         ("QueuedTokens", float(load.tokens), metrics.queued_tokens),
         ("Concurrency", float(load.sequences), metrics.concurrency),
-        (
-            "KVCacheUtilization",
-            sum(each.kv_usage for each in load.replicas.values()),
-            metrics.kv_cache_utilization,
-        ),
+        ("KVCacheUtilization", kv_usage, metrics.kv_cache_utilization),
     )
     for reason, total, target in sums:
         if target is not None:
             message = f"{total:.6g} in all, {target:g} for each replica"
-            yield _Want(_for_sum(total, target, current), reason, message)
+            yield ScalingDecision(_for_sum(total, target, current), reason, message)
     if metrics.ttft_p90_seconds is not None:
         yield _by_ttft(metrics.ttft_p90_seconds, load, current, complete_s)
 
@@ -237,30 +223,32 @@ def _for_sum(total: float, target: float, current: int) -> int:
     return math.ceil(total / target)
 
 
-def _by_ttft(target: float, load: ServiceLoad, current: int, complete_s: float) -> _Want:
+def _by_ttft(target: float, load: ServiceLoad, current: int, complete_s: float) -> ScalingDecision:
     """`complete_s`: for how many seconds all replicas have been routable. Answers of the window that began earlier say
     what fewer replicas could do."""
     p90 = load.ttft_p90_s
     if p90 is None and not (load.is_window_covered and load.is_complete):
-        return _Want(
+        return ScalingDecision(
             current, "TTFTP90", "a router has not counted answers for a minute yet, or does not answer"
         )
     if p90 is not None and p90 < target * _TTFT_SPARE:
-        return _Want(current - 1, "TTFTP90", _ttft_message(p90, target))
+        return ScalingDecision(current - 1, "TTFTP90", _ttft_message(p90, target))
     if p90 is None or load.answers + load.queued < _LEAST_ANSWERS:
         few = f"{load.answers} answers began within the last minute, too few to add replicas by"
-        return _Want(max(0, current - (load.sequences < current)), "TTFTP90", few)
+        return ScalingDecision(max(0, current - (load.sequences < current)), "TTFTP90", few)
     message = _ttft_message(p90, target)
     if p90 <= target * (1.0 + TOLERANCE):
-        return _Want(current, "TTFTP90", message)
+        return ScalingDecision(current, "TTFTP90", message)
     if load.routable < current:
-        return _Want(current, "TTFTP90", f"{message}; replicas are starting")
+        return ScalingDecision(current, "TTFTP90", f"{message}; replicas are starting")
     if complete_s < TTFT_WINDOW_S:
-        return _Want(current, "TTFTP90", f"{message}; some answers began with fewer replicas")
+        return ScalingDecision(current, "TTFTP90", f"{message}; some answers began with fewer replicas")
     if load.sequences <= current:
-        return _Want(current, "TTFTP90", f"{message}; each of {load.sequences} sequences has a replica")
+        return ScalingDecision(
+            current, "TTFTP90", f"{message}; each of {load.sequences} sequences has a replica"
+        )
     wanted = math.ceil(current * min(_MAX_TTFT_FACTOR, p90 / target))
-    return _Want(min(wanted, load.sequences), "TTFTP90", message)
+    return ScalingDecision(min(wanted, load.sequences), "TTFTP90", message)
 
 
 def _ttft_message(p90: float, target: float) -> str:
@@ -268,13 +256,8 @@ def _ttft_message(p90: float, target: float) -> str:
 
 
 def _with_complete(history: ScalingHistory, load: ServiceLoad, current: int, now: float) -> ScalingHistory:
-    if load.routable < current:
-        return msgspec.structs.replace(history, complete_since=None)
-    return (
-        history
-        if history.complete_since is not None
-        else msgspec.structs.replace(history, complete_since=now)
-    )
+    since = now if history.complete_since is None else history.complete_since
+    return msgspec.structs.replace(history, complete_since=None if load.routable < current else since)
 
 
 def _complete_s(history: ScalingHistory, now: float) -> float:
@@ -306,9 +289,9 @@ def _window(history: ScalingHistory, start: float) -> Iterator[Recommendation]:
 def _bounded(current: int, floor: int, ceiling: int, why_floor: str) -> ScalingDecision | None:
     """The decision of a bound that the present number violates, or that holds it."""
     if current < floor:
-        return ScalingDecision(wanted=floor, reason="MinReplicas", message=f"{why_floor} asks for {floor}")
+        return ScalingDecision(floor, "MinReplicas", f"{why_floor} asks for {floor}")
     if current > ceiling:
-        return ScalingDecision(wanted=ceiling, reason="MaxReplicas", message=f"maxReplicas is {ceiling}")
+        return ScalingDecision(ceiling, "MaxReplicas", f"maxReplicas is {ceiling}")
     return None
 
 

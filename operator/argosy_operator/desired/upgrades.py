@@ -57,13 +57,13 @@ from argosy_resource.pod_fields import ENGINE_CONTAINER, FETCH_CONTAINER
 from argosy_resource.resources import Resources
 from argosy_resource.types import InferenceService, UpgradePolicy
 
-_IMAGE_ANNOTATIONS: Final = (
-    ENGINE_IMAGE_ANNOTATION,
-    FETCH_IMAGE_ANNOTATION,
-    WARM_UP_ANNOTATION,
-    KEY_FILE_ANNOTATION,
-    REQUESTS_ANNOTATION,
-)
+_CHOSEN_SINCE: Final = {
+    "warms_up": WARM_UP_ANNOTATION,
+    "has_key_file": KEY_FILE_ANNOTATION,
+    "has_requests": REQUESTS_ANNOTATION,
+}
+"""Fields of `Images`, and the annotations that stand for them."""
+_IMAGE_ANNOTATIONS: Final = (ENGINE_IMAGE_ANNOTATION, FETCH_IMAGE_ANNOTATION, *_CHOSEN_SINCE.values())
 
 
 def input_digest(service: InferenceService) -> str:
@@ -127,18 +127,14 @@ class Images(Struct, frozen=True, kw_only=True):
     def annotations(self) -> Mapping[str, str]:
         """Annotations of the Deployment, by which the next operator knows them."""
         found = {ENGINE_IMAGE_ANNOTATION: self.engine, FETCH_IMAGE_ANNOTATION: self.fetch}
-        found |= {WARM_UP_ANNOTATION: "true"} if self.warms_up else {}
-        found |= {REQUESTS_ANNOTATION: "true"} if self.has_requests else {}
-        return found | ({KEY_FILE_ANNOTATION: "true"} if self.has_key_file else {})
+        return found | {name: "true" for field, name in _CHOSEN_SINCE.items() if getattr(self, field)}
 
 
-class _HeldImages(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _HeldImages(Images, frozen=True, kw_only=True, omit_defaults=True):
     """What a revision was made of that keeps serving while another one is tried."""
 
     revision: str
     input_digest: str
-    engine: str
-    fetch: str
     warms_up: bool = False
     has_key_file: bool = False
     has_requests: bool = False
@@ -160,9 +156,7 @@ def held_annotations(live: Object | None, held: str) -> Mapping[str, str]:
         input_digest=annotations[INPUT_ANNOTATION],
         engine=annotations[ENGINE_IMAGE_ANNOTATION],
         fetch=annotations[FETCH_IMAGE_ANNOTATION],
-        warms_up=WARM_UP_ANNOTATION in annotations,
-        has_key_file=KEY_FILE_ANNOTATION in annotations,
-        has_requests=REQUESTS_ANNOTATION in annotations,
+        **{field: name in annotations for field, name in _CHOSEN_SINCE.items()},
     )
     return {HELD_IMAGES_ANNOTATION: msgspec.json.encode(kept).decode()}
 
@@ -207,13 +201,7 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
     live = observed.deployment
     kept = None if live is None or _policy(service, config) == "Automatic" else _held_images(live)
     if kept is not None and kept.input_digest == input_digest(service):
-        return Images(
-            engine=kept.engine,
-            fetch=kept.fetch,
-            warms_up=kept.warms_up,
-            has_key_file=kept.has_key_file,
-            has_requests=kept.has_requests,
-        )
+        return msgspec.convert(kept, Images, from_attributes=True)
     images = _chosen(service, observed, config)
     if live is None:
         return images
@@ -221,12 +209,8 @@ def pinned_images(service: InferenceService, observed: Observation, config: Oper
     is_chosen_anew = _is_edited(service, live) or container_image(live, ENGINE_CONTAINER) != (
         service.spec.engine.image or images.engine
     )
-    return msgspec.structs.replace(
-        images,
-        warms_up=is_chosen_anew or WARM_UP_ANNOTATION in annotations,
-        has_key_file=is_chosen_anew or KEY_FILE_ANNOTATION in annotations,
-        has_requests=is_chosen_anew or REQUESTS_ANNOTATION in annotations,
-    )
+    chosen = {field: is_chosen_anew or name in annotations for field, name in _CHOSEN_SINCE.items()}
+    return msgspec.structs.replace(images, **chosen)
 
 
 def _chosen(service: InferenceService, observed: Observation, config: OperatorConfig) -> Images:

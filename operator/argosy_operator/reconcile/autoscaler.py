@@ -74,7 +74,6 @@ class Autoscaler:
 
     @property
     def is_needed(self) -> bool:
-        """Whether some service has spec.scaling."""
         return any(map(_has_scaling, self._store.all(INFERENCE_SERVICES)))
 
     @property

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -65,6 +65,22 @@ SECRETS_AT_ONCE: Final = 16
 """Names that one reconcile asks for. The rest is asked for behind the services that wait."""
 
 _Key = tuple[Kind, Name]
+
+
+async def patched(
+    store: Store, metrics: OperatorMetrics, kind: Kind, verb: str, patch: Awaitable[Object]
+) -> Object | None:
+    """Send a patch that names its object's UID, and store what came of it. None if the object is gone, or was replaced:
+    an event is on the way."""
+    metrics.writes.labels(kind.name, verb).inc()
+    try:
+        stored = await patch
+    except ApiError as error:
+        if error.status in (404, 409):
+            return None
+        raise
+    store.put(kind, stored)
+    return stored
 
 
 class ChildWriter:
@@ -132,16 +148,9 @@ class ChildWriter:
     async def remove_annotation(self, kind: Kind, obj: Mapping[str, Any], annotation: str) -> Object | None:
         """Remove an annotation from exactly this object, whoever has written it. Returns the object as stored; None if
         it is gone."""
-        self._metrics.writes.labels(kind.name, "patch").inc()
         patch = {"metadata": {"uid": obj["metadata"]["uid"], "annotations": {annotation: None}}}
-        try:
-            stored = await self._api.patch(kind, *object_name(obj), patch)
-        except ApiError as error:
-            if error.status in (404, 409):  # gone, or replaced
-                return None
-            raise
-        self._store.put(kind, stored)
-        return stored
+        sent = self._api.patch(kind, *object_name(obj), patch)
+        return await patched(self._store, self._metrics, kind, "patch", sent)
 
     async def _remove(self, kind: Kind, obj: Object, parts: Sequence[Path]) -> Object:
         """Remove what others have added to an object that was applied just now: applying only takes back what the
@@ -218,7 +227,6 @@ class ChildWriter:
 
 
 def _pointer(path: Path) -> str:
-    """JSON pointer (RFC 6901)."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 

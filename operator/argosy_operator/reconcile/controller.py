@@ -50,7 +50,7 @@ from argosy_operator.names import (
 from argosy_operator.observation import has_the_turn, serves
 from argosy_operator.reconcile.autoscaler import Autoscaler
 from argosy_operator.reconcile.fleet_publisher import FleetPublisher
-from argosy_operator.reconcile.leadership import FencedApi, Leadership
+from argosy_operator.reconcile.leadership import Leadership, fenced
 from argosy_operator.reconcile.lister import Lister, with_kind
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reconciler import Reconciler
@@ -124,7 +124,7 @@ class Controller:
     ) -> None:
         """`leadership` None: no other operator runs, and this one always writes. `now` is the time (RFC 3339)."""
         if leadership is not None:
-            api = FencedApi(api, leadership)
+            api = fenced(api, leadership)
         self._api = api
         self._leadership = leadership
         self._may_work = asyncio.Event()
@@ -163,20 +163,6 @@ class Controller:
             wall=lambda: datetime.datetime.now(datetime.UTC),
             on_change=self.queue.add,
         )
-        self._reconciler = Reconciler(
-            api,
-            self.store,
-            config,
-            metrics=self.metrics,
-            now=now,
-            routers=self.routers,
-            fetches=self.fetches,
-            loads=self.loads,
-            autoscaler=self._autoscaler,
-            is_known=self.lister.is_known,
-            wake=self.queue.add,
-            look_again=self.queue.add_after,
-        )
         self.namespaces = NamespaceWatch(
             api, config.watch_namespaces, on_change=lambda: self.queue.add(FLEET)
         )
@@ -188,6 +174,21 @@ class Controller:
             has_listed=self.lister.has_listed_services,
             namespaces=lambda: self.namespaces.names,
             now=now,
+        )
+        self._reconciler = Reconciler(
+            api,
+            self.store,
+            config,
+            metrics=self.metrics,
+            now=now,
+            routers=self.routers,
+            fetches=self.fetches,
+            loads=self.loads,
+            autoscaler=self._autoscaler,
+            fleet=self._fleet,
+            is_known=self.lister.is_known,
+            wake=self.queue.add,
+            look_again=self.queue.add_after,
         )
         self._deciding_names, self._writing_fleet = asyncio.Lock(), asyncio.Lock()
         self._are_names_decided = False
@@ -375,7 +376,6 @@ class Controller:
             self._autoscaler.evaluate_some(services)
 
     async def _read_scaled(self, name: Name) -> None:
-        """Read a service with spec.scaling anew."""
         held = self.store.get(INFERENCE_SERVICES, *name)
         if held is None or not (held.get("spec") or {}).get("scaling"):
             return
@@ -422,9 +422,7 @@ class Controller:
                     await self._publish_fleet()
                 elif self.lister.is_known(key[0]):  # otherwise it is queued once its namespace was read
                     await self._know_names()
-                    lost, published = self._fleet.lost_names_of(key), self._fleet.canary_of(key)
-                    is_left_out = self._fleet.is_left_out(key)
-                    await self._reconciler.reconcile(key, lost, published, is_left_out=is_left_out)
+                    await self._reconciler.reconcile(key)
                     if self._fleet.divides_differently(key):
                         self.queue.add(FLEET)
                     elif self._fleet.lags(key):

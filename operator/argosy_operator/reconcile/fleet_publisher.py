@@ -10,6 +10,7 @@ a restart forgets nothing of it; services for which it had no room keep their na
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 from collections import Counter
@@ -34,12 +35,7 @@ from argosy_operator.names import (
     pod_owners,
 )
 from argosy_operator.reconcile.metrics import OperatorMetrics
-from argosy_protocol.fleet import (
-    FleetDocument,
-    FleetService,
-    decode_fleet,
-    encode_fleet,
-)
+from argosy_protocol.fleet import FleetDocument, FleetService, decode_fleet, encode_fleet
 from argosy_protocol.reports import stage
 from argosy_resource.engine_command import COMPONENT_LABEL
 from argosy_resource.fleet_document import (
@@ -143,7 +139,7 @@ class FleetPublisher:
             ApiError: the API server refused.
         """
         live = await self._api.get(CONFIGMAPS, self._config.namespace, FLEET_CONFIGMAP)
-        # No await until the document is made: which services are read, and which namespaces, is of one moment.
+        # No await until the policy is made: which services are read, and which namespaces, is of one moment.
         services = [each for each in self._services() if self._has_listed(each.metadata.namespace)]
         divisions = {name: _division(obj) for name, (obj, _) in self._parsed.items()}
         last = self._last_document(live)
@@ -152,8 +148,11 @@ class FleetPublisher:
         claimed = with_entries(fleet_document(services, pod_owners), kept)
         known = {each.namespace for each in claimed.services}
         policy = NamePolicy(namespaces=known | self._namespaces(), allowed=self._config.model_names)
-        settled = settle_names(claimed, before_it, policy, datetime.datetime.fromisoformat(self._now()))
+        now = datetime.datetime.fromisoformat(self._now())
+        await asyncio.sleep(0)  # each of these steps takes 10 ms for ten thousand names
+        settled = settle_names(claimed, before_it, policy, now)
         whole = settled.document
+        await asyncio.sleep(0)
         document = within(whole, MAX_DOCUMENT)
         wanted = with_applied_hash(self._configmap(encode_fleet(document).decode()))
         if must_apply(wanted, live):

@@ -16,10 +16,11 @@ import contextlib
 import datetime
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, cast
 
-from argosy_operator.cluster.api import Api, ApiError, ObjectList
+from argosy_operator.cluster.api import Api, ApiError
 from argosy_operator.names import FIELD_MANAGER, LEASES, MANAGED_BY_LABEL, NAME_LABEL, Kind, Object
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _REQUEST_DEADLINE: Final = 3.0
 """Seconds for one attempt, so that one that hangs leaves time for another."""
 _LABELS: Final = {NAME_LABEL: "argosy", MANAGED_BY_LABEL: FIELD_MANAGER}
 _NEVER: Final = float("-inf")
+_READS: Final = ("serves", "list", "list_pages", "watch", "get", "has_namespace", "read_metadata")
+"""Methods of `Api` that change nothing."""
 
 
 class Leadership:
@@ -109,60 +112,21 @@ class FencedApi:
         self._api = api
         self._leadership = leadership
 
-    async def serves(self, kind: Kind) -> bool:
-        return await self._api.serves(kind)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._api, name)
+        return method if name in _READS else partial(self._write, name, method)
 
-    async def list(self, kind: Kind, *, namespace: str | None, labels: str = "") -> ObjectList:
-        return await self._api.list(kind, namespace=namespace, labels=labels)
+    async def _write(
+        self, name: str, method: Callable[..., Awaitable[Any]], *args: Any, **options: Any
+    ) -> Any:
+        kind = args[0].name if isinstance(args[0], Kind) else args[0]["kind"]
+        async with self._leadership.write(f"{name.partition('_')[0]} a {kind}"):
+            return await method(*args, **options)
 
-    def list_pages(
-        self, kind: Kind, *, namespace: str | None, limit: int
-    ) -> AsyncGenerator[ObjectList, None]:
-        return self._api.list_pages(kind, namespace=namespace, limit=limit)
 
-    def watch(
-        self, kind: Kind, *, namespace: str | None, version: str
-    ) -> AsyncGenerator[tuple[str, Object], None]:
-        return self._api.watch(kind, namespace=namespace, version=version)
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        return await self._api.get(kind, namespace, name)
-
-    async def has_namespace(self, name: str) -> bool | None:
-        return await self._api.has_namespace(name)
-
-    async def read_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        return await self._api.read_metadata(kind, namespace, name)
-
-    async def create_only(self, manifest: Object) -> Object:
-        async with self._leadership.write(f"create a {manifest['kind']}"):
-            return await self._api.create_only(manifest)
-
-    async def replace(self, manifest: Object) -> Object:
-        async with self._leadership.write(f"replace a {manifest['kind']}"):
-            return await self._api.replace(manifest)
-
-    async def apply(self, manifest: Object) -> Object:
-        async with self._leadership.write(f"apply a {manifest['kind']}"):
-            return await self._api.apply(manifest)
-
-    async def patch_status(
-        self, kind: Kind, namespace: str, name: str, patch: Object, *, strategic: bool
-    ) -> Object:
-        async with self._leadership.write(f"patch a {kind.name}"):
-            return await self._api.patch_status(kind, namespace, name, patch, strategic=strategic)
-
-    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
-        async with self._leadership.write(f"patch a {kind.name}"):
-            return await self._api.patch(kind, namespace, name, patch)
-
-    async def patch_by_steps(self, kind: Kind, namespace: str, name: str, steps: Sequence[Object]) -> Object:
-        async with self._leadership.write(f"patch a {kind.name}"):
-            return await self._api.patch_by_steps(kind, namespace, name, steps)
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        async with self._leadership.write(f"delete a {kind.name}"):
-            await self._api.delete(kind, namespace, name, uid=uid)
+def fenced(api: Api, leadership: Leadership) -> Api:
+    """The API server for an operator that writes while it holds the lease (`FencedApi`)."""
+    return cast(Api, FencedApi(api, leadership))
 
 
 class LeaderElection:

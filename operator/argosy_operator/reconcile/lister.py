@@ -222,7 +222,6 @@ class Lister:
         self._wakeup.set()
 
     def note_watched(self, namespace: str | None, kind: Kind) -> None:
-        """Note that a watch has begun."""
         place = self._places[namespace]
         place.unwatched.pop(kind, None)
         place.failed_watches.pop(kind, None)
@@ -335,7 +334,8 @@ class Lister:
             try:
                 with self._store.listing(kind, place.namespace) as listing:
                     found = await self._api.list(kind, namespace=place.namespace, labels=labels)
-                    self._store.adopt(listing, [with_kind(obj, kind) for obj in found.items], found.version)
+                    items = [with_kind(obj, kind) for obj in found.items]
+                    self._store.adopt(listing, items, found.version, are_kept=found.are_kept)
             except ApiError as error:
                 first = first or error
                 if error.status == 0:

@@ -24,7 +24,6 @@ became of the write. Who waits in which order, each reconcile tells again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -67,12 +66,12 @@ from argosy_operator.observation import (
 )
 from argosy_operator.pod import Pod, Problem, min_time, own_pods, seconds_between, with_workers
 from argosy_operator.reconcile.autoscaler import Autoscaler
-from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets
+from argosy_operator.reconcile.child_writer import ChildWriter, KeySecrets, NamedSecrets, patched
+from argosy_operator.reconcile.fleet_publisher import FleetPublisher
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.reporter import Reporter
-from argosy_operator.reconcile.workqueue import run_together
+from argosy_operator.reconcile.workqueue import CpuMeter, run_together
 from argosy_operator.status.problems import scaling_status, unmounted_pods
-from argosy_resource.fleet_document import LostName
 from argosy_resource.types import InferenceService, parse
 
 _REPORTED: Final = (400, 403, 422)
@@ -117,6 +116,7 @@ class Reconciler:
         fetches: FetchWatch,
         loads: LoadWatch,
         autoscaler: Autoscaler,
+        fleet: FleetPublisher,
         is_known: Callable[[str], bool],
         wake: Callable[[Name], None],
         look_again: Callable[[Name, float], None],
@@ -129,6 +129,7 @@ class Reconciler:
         self._now = now
         self._is_known = is_known
         self._autoscaler = autoscaler
+        self._fleet = fleet
         self._look_again = look_again
         self._loads = loads
         self.key_secrets = KeySecrets(api, metrics)
@@ -137,12 +138,12 @@ class Reconciler:
             store, config.max_concurrent_rollouts, wake, now=now, is_left_alone=self._is_left_alone
         )
         self.costs: dict[Name, float] = {}
-        """Seconds of CPU time that the last look at a service took."""
+        """Seconds of CPU time that the last reconcile of each service took."""
         self._left_alone: dict[Name, tuple[_Version, bool]] = {}
         """Whether a service is, and the version of it that says so."""
         self._failing: dict[Name, str] = {}
         """Since when the API server has carried out no change of a service's children (RFC 3339)."""
-        self._observer = Observer(store, self._turn, routers, fetches, loads, now=now)
+        self._observer = Observer(store, self._turn, routers, fetches, loads, fleet, now=now)
         self._children = ChildWriter(api, store, metrics)
         self._reporter = Reporter(api, store, config, metrics=metrics, now=now, look_again=look_again)
 
@@ -156,28 +157,27 @@ class Reconciler:
         self._observer.began = self._now()
         self._failing.clear()
 
-    async def reconcile(
-        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool = False
-    ) -> None:
-        """Reconcile one resource once. `lost_names` are those that it claims and does not have, `published` is the
-        canary revision by which the fleet document divides it, `is_left_out` whether that has no room for it.
+    async def reconcile(self, key: Name) -> None:
+        """Reconcile one resource once.
 
         Raises:
             OperatorError: try again later; what a user should know of it is already in the status.
         """
         self._turn.begin(key)
+        meter = CpuMeter()
         try:
-            await self._reconcile(key, lost_names, published, is_left_out=is_left_out)
+            await meter.run(self._reconcile(key))
         finally:
+            self.costs[key] = meter.seconds
+            if self._store.get(INFERENCE_SERVICES, *key) is None:
+                del self.costs[key]
             self._turn.wake_next()
 
     def wake_next(self) -> None:
         """Have services reconciled that wait for a turn, if one is free."""
         self._turn.wake_next()
 
-    async def _reconcile(
-        self, key: Name, lost_names: tuple[LostName, ...], published: str, *, is_left_out: bool
-    ) -> None:
+    async def _reconcile(self, key: Name) -> None:
         if self._turn.is_unclear(key):
             await self._read_deployment(key)
         obj = self._store.get(INFERENCE_SERVICES, *key)
@@ -185,7 +185,6 @@ class Reconciler:
             self._turn.leave(key)
             self._left_alone.pop(key, None)
             self._failing.pop(key, None)
-            self.costs.pop(key, None)
             self._observer.forget(key)
             return  # its children are deleted by their owner reference, and the fleet document is rendered again
         try:
@@ -193,10 +192,9 @@ class Reconciler:
         except msgspec.ValidationError as error:
             await self._reporter.report_invalid(obj, oversize_problem(obj) or str(error))
             return
-        began = time.thread_time()
         scalers = self._autoscaler.scalers(stored)
         service = self._autoscaler.scaled(stored)
-        observed = self._observer.observe(service, lost_names, published, scalers)
+        observed = self._observer.observe(service, scalers)
         diff = compute_diff(service, observed, self._config)
         if diff.plan.rollout.waits_for and diff.plan.problem is None and not service.spec.paused:
             self._turn.wait(key)
@@ -212,7 +210,6 @@ class Reconciler:
             if each not in children
         )
         takes_turn = diff.takes_turn and any(kind_of(each.wanted) is DEPLOYMENTS for each in children)
-        self.costs[key] = time.thread_time() - began
         failure: OperatorError | None = None
         try:
             # No await between the observation and the claim: see RolloutLock.
@@ -233,9 +230,9 @@ class Reconciler:
         else:
             self._failing.pop(key, None)
         problem = Problem(failure.reason, str(failure)) if failure is not None else diff.plan.problem
-        if problem is None and is_left_out:
+        if problem is None and self._fleet.is_left_out(key):
             problem = _LEFT_OUT
-        later = self._observer.observe(service, lost_names, published, scalers)
+        later = self._observer.observe(service, scalers)
         scaling = scaling_status(service, decision, diff.gates, self._now(), observed.scalers)
         asked = stored.spec.replicas
         with nullcontext() if failure is None else suppress(ApiError):  # what failed first is raised
@@ -360,14 +357,8 @@ class Reconciler:
         await run_together(partial(self._set_deletion_cost, service, change) for change in changes)
 
     async def _set_deletion_cost(self, service: InferenceService, change: CostChange) -> None:
-        self._metrics.writes.labels(PODS.name, "patch").inc()
-        try:
-            stored = await self._api.patch(PODS, service.metadata.namespace, change.pod.name, change.patch)
-        except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced
-                raise
-        else:
-            self._store.put(PODS, stored)
+        sent = self._api.patch(PODS, service.metadata.namespace, change.pod.name, change.patch)
+        await patched(self._store, self._metrics, PODS, "patch", sent)
 
     def _is_left_alone(self, key: Name) -> bool:
         """Whether a service's Deployment is not applied: for a problem of its plan, or as its namespace is refused."""
@@ -387,17 +378,8 @@ class Reconciler:
         return is_left_alone
 
     async def _patch_pod(self, service: InferenceService, pod: Pod, patch: dict[str, Any]) -> None:
-        """Patch the status of a pod, which may be gone by now."""
-        self._metrics.writes.labels(PODS.name, "patch-status").inc()
-        try:
-            stored = await self._api.patch_status(
-                PODS, service.metadata.namespace, pod.name, patch, strategic=True
-            )
-        except ApiError as error:
-            if error.status not in (404, 409):  # gone, or replaced: an event is on the way
-                raise
-        else:
-            self._store.put(PODS, stored)
+        sent = self._api.patch_status(PODS, service.metadata.namespace, pod.name, patch, strategic=True)
+        await patched(self._store, self._metrics, PODS, "patch-status", sent)
 
     async def _is_current(self, service: InferenceService) -> bool:
         """Whether the resource is as it was observed. Asks the API server, because the store may lag behind, and each
@@ -427,9 +409,11 @@ class Observer:
         routers: RouterWatch,
         fetches: FetchWatch,
         loads: LoadWatch,
+        fleet: FleetPublisher,
         *,
         now: Callable[[], str],
     ) -> None:
+        self._fleet = fleet
         self._store = store
         self._turn = turn
         self._routers = routers
@@ -441,14 +425,7 @@ class Observer:
         self._stopping: dict[Name, dict[str, str]] = {}
         """When each pod that is terminating was first seen so, by service and UID."""
 
-    def observe(
-        self,
-        service: InferenceService,
-        lost_names: tuple[LostName, ...],
-        published: str,
-        scalers: Scalers,
-    ) -> Observation:
-        """Take an observation of the service, as of now."""
+    def observe(self, service: InferenceService, scalers: Scalers) -> Observation:
         key = (service.metadata.namespace, service.metadata.name)
         children = self._children(service, key)
         pods = with_workers(service, own_pods(service, self._store.children(PODS, key)))
@@ -462,10 +439,10 @@ class Observer:
             routers=self._routers.view,
             fetches={pod.uid: reports[pod.uid] for pod in pods if pod.uid in reports},
             unpolled_fetches=frozenset(pod.uid for pod in pods if pod.uid in unpolled),
-            lost_names=lost_names,
+            lost_names=self._fleet.lost_names_of(key),
             rolling_elsewhere=self._turn.holder(besides=key),
             lacks_canary=self._lacks_canary(service),
-            published_canary=published,
+            published_canary=self._fleet.canary_of(key),
             load=self._loads.view().get(service.key) if service.spec.rollout.canary is not None else None,
             scalers=scalers
             if service.spec.scaling is not None
@@ -475,7 +452,6 @@ class Observer:
         )
 
     def forget(self, key: Name) -> None:
-        """Forget a service that is deleted."""
         self._stopping.pop(key, None)
 
     def _with_their_ends(self, key: Name, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
@@ -581,7 +557,6 @@ class RolloutLock:
         self._woken.discard(service)
 
     def wait(self, service: Name) -> None:
-        """Note that a service waits for a turn."""
         self._waiting.setdefault(service)
 
     def leave(self, service: Name) -> None:

@@ -28,6 +28,7 @@ from argosy_operator.desired.diff import seconds_until_reopened
 from argosy_operator.names import FIELD_MANAGER, INFERENCE_SERVICES, Name, Object, object_name
 from argosy_operator.observation import Observation
 from argosy_operator.pod import Problem
+from argosy_operator.reconcile.child_writer import patched
 from argosy_operator.reconcile.metrics import OperatorMetrics
 from argosy_operator.reconcile.workqueue import Allowance, run_together
 from argosy_operator.status.conditions import seconds_until_stuck
@@ -148,14 +149,8 @@ class Reporter:
 
     async def _patch(self, name: Name, uid: str, report: dict[str, Any]) -> None:
         patch = {"metadata": {"uid": uid}, "status": report}
-        self._metrics.writes.labels(INFERENCE_SERVICES.name, "patch-status").inc()
-        try:
-            stored = await self._api.patch_status(INFERENCE_SERVICES, *name, patch, strategic=False)
-        except ApiError as error:
-            if error.status not in (404, 409):  # deleted, or created again under the same name
-                raise
-        else:
-            self._store.put(INFERENCE_SERVICES, stored)
+        sent = self._api.patch_status(INFERENCE_SERVICES, *name, patch, strategic=False)
+        await patched(self._store, self._metrics, INFERENCE_SERVICES, "patch-status", sent)
 
 
 class _Posted(Struct):

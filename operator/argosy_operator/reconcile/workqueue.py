@@ -1,4 +1,4 @@
-"""How much is done at once, and how often: the queue of keys to reconcile, allowances, and steps that run together.
+"""How much is done at once, how often and at what cost: a queue of keys, allowances, steps that run together, a meter.
 
 Knows nothing of what a key stands for, or what a step does. Invariants:
 
@@ -12,14 +12,19 @@ Knows nothing of what a key stands for, or what a step does. Invariants:
     run_together  every step ends before the caller goes on, whether it succeeded or not, so that no write of a
                   reconcile is under way when the next one observes; a reconcile has at most REQUESTS_AT_ONCE requests
                   open
+    CpuMeter      what other tasks do while the metered one waits does not count
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+import types
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable
-from typing import Final, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
@@ -170,11 +175,11 @@ async def run_together(steps: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
     pending = list(steps)
     if len(pending) == 1:
         return [await pending[0]()]
-    slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
+    slots, meter = asyncio.Semaphore(REQUESTS_AT_ONCE), _METER.get()
 
     async def run(step: Callable[[], Awaitable[T]]) -> T:
         async with slots:
-            return await step()
+            return await (step() if meter is None else meter.turns(step()))
 
     outcomes = await asyncio.gather(*map(run, pending), return_exceptions=True)
     results = []
@@ -183,3 +188,41 @@ async def run_together(steps: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
             raise outcome
         results.append(outcome)
     return results
+
+
+class CpuMeter:
+    """Adds up the CPU time of an awaitable, and of the steps that it runs together."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self.seconds = 0.0
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """Wait for the awaitable, and return its result."""
+        token = _METER.set(self)
+        try:
+            return await self.turns(work)
+        finally:
+            _METER.reset(token)
+
+    @types.coroutine
+    def turns(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
+        """Pass on what the awaitable waits for, and add up the time that it runs in between."""
+        running = work.__await__()
+        step: Callable[[], Any] = partial(next, running)
+        while True:
+            began = self._clock()
+            try:
+                waits_for = step()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            finally:
+                self.seconds += self._clock() - began
+            try:
+                step = partial(running.send, (yield waits_for))
+            except BaseException as error:
+                step = partial(running.throw, error)
+
+
+_METER: ContextVar[CpuMeter | None] = ContextVar("meter", default=None)

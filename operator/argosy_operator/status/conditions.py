@@ -51,6 +51,7 @@ from argosy_operator.status.problems import (
     container_problem,
     failed_create,
     failed_pod,
+    listed,
     lost_node,
     missing_claim,
     problem_message,
@@ -107,6 +108,10 @@ class ConditionState(Struct, frozen=True):
     message: str = ""
 
 
+def _because(status: ConditionStatus, cause: Problem | ConditionState) -> ConditionState:
+    return ConditionState(status, cause.reason, cause.message)
+
+
 def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
     """Every condition of the service, in the order in which they are shown."""
     return {
@@ -124,7 +129,7 @@ def condition_states(view: ServiceView) -> dict[ConditionType, ConditionState]:
 def ready(view: ServiceView) -> ConditionState:
     counts = view.counts
     if view.failure is not None:
-        return ConditionState("False", view.failure.reason, view.failure.message)
+        return _because("False", view.failure)
     if view.is_main_name_lost:
         return ConditionState("False", view.lost_names[0].reason, _lost_names_message(view))
     if view.service.spec.paused and not view.is_current:
@@ -132,12 +137,11 @@ def ready(view: ServiceView) -> ConditionState:
             "False", "Paused", "spec.paused holds this generation back; unset it to apply it"
         )
     if view.plan.rollout.phase in ("canary", "canary-failed", "halted", "waiting-for-capacity"):
-        cause = progressing(view)
-        return ConditionState("False", cause.reason, cause.message)
+        return _because("False", progressing(view))
     if not view.is_complete and not view.is_scaling:
         cause = workload_ready(view)
         if cause.reason not in ("Starting", "Reconciling"):
-            return ConditionState("False", cause.reason, cause.message)
+            return _because("False", cause)
         if progressing(view).reason == "ChildContested":
             return ConditionState("False", "ChildContested", _contested_message(view))
         is_unchanged = view.is_current and counts.updated == counts.alive < counts.desired
@@ -151,13 +155,11 @@ def ready(view: ServiceView) -> ConditionState:
     if counts.old_routable:
         return ConditionState("False", "RollingOut", f"{counts.old_routable} old replicas still serve")
     if counts.ready < view.wanted_routable:
-        cause = workload_ready(view)
-        return ConditionState("False", cause.reason, cause.message)
+        return _because("False", workload_ready(view))
     if view.may_get_requests:
         return routable(view)
     if view.has_no_router or view.gets_no_requests or counts.routable < view.wanted_routable:
-        cause = routable(view)
-        return ConditionState("False", cause.reason, cause.message)
+        return _because("False", routable(view))
     return ConditionState("True", "ReplicasRoutable", f"{counts.routable}/{counts.desired} replicas routable")
 
 
@@ -166,7 +168,7 @@ def progressing(view: ServiceView) -> ConditionState:
     if view.service.spec.paused:
         return ConditionState("False", "Paused", "reconciling is paused; running replicas keep serving")
     if view.failure is not None:
-        return ConditionState("False", view.failure.reason, view.failure.message)
+        return _because("False", view.failure)
     so_far = f"{counts.updated}/{counts.desired} replicas updated, {counts.ready} ready, {counts.routable} routable"
     phase = view.plan.rollout.phase
     if phase == "halted":
@@ -298,7 +300,7 @@ def workload_ready(view: ServiceView) -> ConditionState:
         return ConditionState("False", "Starting", f"{so_far}; {lacking}")
     waiting = [pod.name for pod in view.judged_pods if not pod.is_up]
     return ConditionState(
-        "False", "Starting", f"{so_far}; waiting for {_names(waiting)}" if waiting else so_far
+        "False", "Starting", f"{so_far}; waiting for {listed(sorted(waiting))}" if waiting else so_far
     )
 
 
@@ -321,83 +323,76 @@ def routable(view: ServiceView) -> ConditionState:
     unrouted = [pod.name for pod in view.observed.pods if pod.is_up and not pod.is_routable]
     if unrouted:
         return ConditionState(
-            "False", "WaitingForRouter", f"{so_far}; no router is synced with {_names(unrouted)}"
+            "False", "WaitingForRouter", f"{so_far}; no router is synced with {listed(sorted(unrouted))}"
         )
     return ConditionState("False", "WaitingForReplicas", so_far)
 
 
 def _unsent_message(view: ServiceView) -> str:
-    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
     return (
-        f"routers know {names} and have sent requests to none for a minute: they cannot connect, or requests fail; "
-        "look at the routers' logs"
+        f"routers know {_routable_pods(view)} and have sent requests to none for a minute: they cannot connect, or "
+        "requests fail; look at the routers' logs"
     )
 
 
 def _unheard_message(view: ServiceView) -> str:
-    names = _names([pod.name for pod in view.observed.pods if pod.is_routable])
-    silent = _names([*view.observed.routers.unreachable])
+    silent = listed(view.observed.routers.unreachable)
     return (
-        f"routers that answer have sent requests to none of {names} for a minute; router {silent} runs and has not "
-        "answered the operator for a minute, so it may: look whether a NetworkPolicy keeps the operator from port "
-        "8081 of its pod, and at the routers' logs"
+        f"routers that answer have sent requests to none of {_routable_pods(view)} for a minute; router {silent} runs "
+        "and has not answered the operator for a minute, so it may: look whether a NetworkPolicy keeps the operator "
+        "from port 8081 of its pod, and at the routers' logs"
     )
 
 
 def degraded(view: ServiceView) -> ConditionState:
     if view.failure is not None:
-        return ConditionState("True", view.failure.reason, view.failure.message)
+        return _because("True", view.failure)
     if view.lost_names:
         return ConditionState("True", view.lost_names[0].reason, _lost_names_message(view))
     progress = progressing(view)
-    if progress.reason == "ProgressDeadlineExceeded":
-        return ConditionState("True", progress.reason, progress.message)
-    if progress.reason in ("CanaryFailed", "ChildContested"):
-        return ConditionState("True", progress.reason, progress.message)
-    cause = _problem(view) or unschedulable_too_long(view)
-    if cause is not None:
-        return ConditionState("True", cause.reason, cause.message)
-    cause = scaling_problem(view.service, view.observed.scalers, view.now)
-    if cause is not None:
-        return ConditionState("True", cause.reason, cause.message)
+    if progress.reason in ("ProgressDeadlineExceeded", "CanaryFailed", "ChildContested"):
+        return _because("True", progress)
+    cause = (
+        _problem(view)
+        or unschedulable_too_long(view)
+        or scaling_problem(view.service, view.observed.scalers, view.now)
+    )
     is_trying = view.plan.rollout.canary is not None
-    cause = router_problem(view.observed.routers) if view.service.spec.scaling or is_trying else None
+    if cause is None and (view.service.spec.scaling or is_trying):
+        cause = router_problem(view.observed.routers)
     if cause is not None:
-        return ConditionState("True", cause.reason, cause.message)
+        return _because("True", cause)
     canary = view.service.spec.router.canary
     if canary is not None and view.observed.lacks_canary:
         missing = f"there is no InferenceService {canary.service!r} in this namespace"
-        message = f"{missing}; no request goes to it"
-        return ConditionState("True", "CanaryNotFound", message)
+        return ConditionState("True", "CanaryNotFound", f"{missing}; no request goes to it")
     return ConditionState("False", "AsExpected")
 
 
 def reconciling(view: ServiceView) -> ConditionState:
     progress = progressing(view)
-    under_way = progress.status == "True" and stalled(view).status == "False"
-    return ConditionState(
-        "True" if under_way else "False", progress.reason, progress.message if under_way else ""
-    )
+    if progress.status == "True" and stalled(view).status == "False":
+        return _because("True", progress)
+    return ConditionState("False", progress.reason)
 
 
 def stalled(view: ServiceView) -> ConditionState:
     if view.failure is not None:
-        return ConditionState("True", view.failure.reason, view.failure.message)
+        return _because("True", view.failure)
     if view.is_main_name_lost:
         return ConditionState("True", view.lost_names[0].reason, _lost_names_message(view))
     progress = progressing(view)
     is_refused = progress.status == "False" and progress.reason in _UNTIL_SOMEBODY_ACTS
     if is_refused or (progress.status == "False" and failed_create(view) is not None):
-        return ConditionState("True", progress.reason, progress.message)
+        return _because("True", progress)
     if (locked := _locked(view)) is not None:
-        return ConditionState("True", locked.reason, locked.message)
+        return _because("True", locked)
     return ConditionState("False", "AsExpected")
 
 
 def _problem(view: ServiceView) -> Problem | None:
-    return (
-        failed_create(view) or container_problem(view) or failed_pod(view) or lost_node(view) or _locked(view)
-    )
+    causes = (failed_create, container_problem, failed_pod, lost_node, _locked)
+    return next((found for cause in causes if (found := cause(view)) is not None), None)
 
 
 def _locked(view: ServiceView) -> Problem | None:
@@ -478,9 +473,8 @@ def _lost_names_message(view: ServiceView) -> str:
     return f"{lost}; clients reach this service as {view.service.key!r}"
 
 
-def _names(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def _routable_pods(view: ServiceView) -> str:
+    return listed(sorted(pod.name for pod in view.observed.pods if pod.is_routable))
 
 
 def model_cached(view: ServiceView) -> ConditionState:
@@ -627,7 +621,6 @@ def rollout_status(service: InferenceService, plan: CanaryPlan | None, now: str)
 
 
 def _rollout_phase(plan: CanaryPlan) -> RolloutPhase:
-    """The phase as the status names it."""
     if plan.state.phase == "failed":
         return "Failed"
     if plan.state.phase == "promoting":

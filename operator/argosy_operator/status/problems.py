@@ -415,11 +415,8 @@ def scaling_status(
     if service.spec.scaling is None:
         return None
     if scalers.decide:
-        decision = ScalingDecision(
-            wanted=service.spec.replicas,
-            reason=SCALED_ELSEWHERE,
-            message=f"{_named_scalers(scalers)} decides",
-        )
+        told = f"{_named_scalers(scalers)} decides"
+        decision = ScalingDecision(service.spec.replicas, SCALED_ELSEWHERE, told)
     before = service.status.scaling or ScalingStatus()
     wanted = service.spec.replicas
     cold_start = max(
@@ -447,7 +444,7 @@ def scaling_problem(service: InferenceService, scalers: Scalers, now: str) -> Pr
     if scalers.of_deployment:
         name = service.metadata.name
         message = (
-            f"HorizontalPodAutoscaler {_listed(scalers.of_deployment)} scales the Deployment {deployment_name(name)}, "
+            f"HorizontalPodAutoscaler {listed(scalers.of_deployment)} scales the Deployment {deployment_name(name)}, "
             "whose number of replicas the operator writes: each undoes what the other does. Let scaleTargetRef be "
             f"apiVersion: {API_VERSION}, kind: {KIND}, name: {name} (of KEDA's in the ScaledObject), or remove it"
         )
@@ -487,7 +484,7 @@ def router_problem(routers: Routers) -> Problem | None:
     if not routers.unreachable:
         return None
     message = (
-        f"router {_listed(routers.unreachable)} runs and has not answered the operator for a minute: what "
+        f"router {listed(routers.unreachable)} runs and has not answered the operator for a minute: what "
         "it holds in queues does not count, fewer replicas follow from what replicas and other routers report, and "
         "neither does the service go to zero nor a canary on"
     )
@@ -529,10 +526,11 @@ def seconds_until_scaled_once(service: InferenceService, scalers: Scalers, now: 
 def _named_scalers(scalers: Scalers) -> str:
     if not scalers.names:
         return "a HorizontalPodAutoscaler"  # while it is not known which
-    return f"HorizontalPodAutoscaler {_listed(scalers.names)}"
+    return f"HorizontalPodAutoscaler {listed(scalers.names)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     shown = ", ".join(names[:_SHOWN])
     more = len(names) - _SHOWN
     return shown + (f" and {more} more" if more > 0 else "")

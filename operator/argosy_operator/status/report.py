@@ -31,12 +31,7 @@ from argosy_operator.status.conditions import (
 from argosy_operator.status.problems import Counts, ServiceView
 from argosy_resource.engine_command import selector
 from argosy_resource.scaling import ScalingStatus
-from argosy_resource.types import (
-    Condition,
-    ConditionType,
-    InferenceService,
-    InferenceServiceStatus,
-)
+from argosy_resource.types import Condition, ConditionType, InferenceService, InferenceServiceStatus
 
 _MAX_REASON: Final = 1024
 _MAX_MESSAGE: Final = 32768
@@ -57,16 +52,8 @@ _PROGRESS: Final[Mapping[str, EventType]] = {
 }
 """Reasons of Progressing that become an event, and its type."""
 _PLANNED: Final = frozenset(
-    {
-        "RollingOut",
-        "Untried",
-        "Paused",
-        "WaitingForTurn",
-        "CanaryStarting",
-        "CanaryAnalyzing",
-        "CanaryHeld",
-        "CanaryPromoting",
-    }
+    {"RollingOut", "Untried", "Paused", "WaitingForTurn"}
+    | {"CanaryStarting", "CanaryAnalyzing", "CanaryHeld", "CanaryPromoting"}
 )
 """Reasons for which a service that was ready is not any more because somebody has changed it."""
 _WORKLOAD: Final[Mapping[str, EventType]] = {

@@ -27,9 +27,12 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from argosy_protocol.errors import Unavailable
+from argosy_protocol.json_limits import Steps
+
+T = TypeVar("T")
 
 MAX_FRAMES = 24
 """Innermost frames shown per exception; most of the outer ones belong to the server's own machinery."""
@@ -159,6 +162,17 @@ async def begun_anew(
             log.exception("%s failed; it is begun anew", name)
             on_failure()
             await asyncio.sleep(RESTART_S)
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """Do steps so that other work of the event loop has its turn between them; return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await asyncio.sleep(0)
 
 
 MAX_TASKS = 64

@@ -32,6 +32,8 @@ from argosy_router.discovery.sources import Publish, revision_of
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 
+log = logging.getLogger(__name__)
+
 Label = tuple[str, str, str]
 """Namespace, name and value."""
 
@@ -208,8 +210,6 @@ def pod_selectors(services: Sequence[FleetService]) -> dict[str, str]:
     }
 
 
-log = logging.getLogger(__name__)
-
 DOCUMENT_KEY = "fleet.json"
 """Key of the document in the ConfigMap."""
 ROUTER_SELECTOR = "app.kubernetes.io/name=argosy,app.kubernetes.io/component=router"
@@ -264,21 +264,13 @@ class KubernetesDiscovery:
         """
         client = self._client or await connect()
         namespace = self._namespace or own_namespace()
+        path, changed, relist_s = f"/api/v1/namespaces/{namespace}", self._changed.set, self._relist_s
+        name = f"metadata.name={self._configmap}"
         documents = Reflector(
-            client,
-            f"/api/v1/namespaces/{namespace}/configmaps",
-            ConfigMap,
-            self._changed.set,
-            field_selector=f"metadata.name={self._configmap}",
-            relist_s=self._relist_s,
+            client, f"{path}/configmaps", ConfigMap, changed, field_selector=name, relist_s=relist_s
         )
         routers = Reflector(
-            client,
-            f"/api/v1/namespaces/{namespace}/pods",
-            Pod,
-            self._changed.set,
-            label_selector=ROUTER_SELECTOR,
-            relist_s=self._relist_s,
+            client, f"{path}/pods", Pod, changed, label_selector=ROUTER_SELECTOR, relist_s=relist_s
         )
         own_tasks = [
             asyncio.create_task(documents.run(), name="fleet document"),

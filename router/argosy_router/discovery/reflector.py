@@ -1,21 +1,21 @@
-"""Reflector: a local copy of one Kubernetes collection, maintained by list and watch.
+"""Reflector: a local copy of one Kubernetes collection, maintained by list and watch (`program.list_watch`).
 
-Owns: one list-then-watch loop. Must not know: what the objects mean.
-Invariants: a watch goes on from the version that the last one has reached (events and bookmarks tell it), and the
-collection is listed again only where that cannot be: the version has expired, or something could not be read; while the
-API server is unavailable the copy keeps its last state; after a watch that failed or ended early, a pause precedes the
-next request, so that an API server in trouble is not asked in a loop; what goes on failing is logged once. A list after
-`RELIST_S` bounds for how long an event that the API server has lost has an effect.
+Owns: the copy, and what follows from a failure. Must not know: what the objects mean.
+Invariants: the collection is listed again only where the version has expired, or something could not be read, and after
+`RELIST_S`; while the API server is unavailable the copy keeps its last state; after a watch that failed or ended early,
+a pause precedes the next request, so that an API server in trouble is not asked in a loop; what goes on failing is
+logged once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from functools import partial
 from typing import Generic, TypeVar
 
 import aiohttp
@@ -23,8 +23,17 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio.client.exceptions import ApiException
 
-from argosy_protocol import json_limits
-from argosy_router.http.deadlines import backoff_s, in_turns
+from argosy_protocol.program.list_watch import (
+    EXPIRED,
+    ListAndWatch,
+    PageSize,
+    WatchError,
+    WatchEvent,
+    decoded_in_turns,
+    list_pages,
+    watch_events,
+)
+from argosy_router.http.deadlines import backoff_s
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +49,7 @@ REFUSED_CAP_S = 30.0
 """Longest pause after a refusal, which may last for as long as a namespace lacks its RoleBinding."""
 REFUSALS = frozenset((400, 401, 403, 404, 405))
 """Answers that do not change unless somebody changes rights or configuration; 429 of a busy API server is none."""
-EXPECTED = (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError)
+EXPECTED = (ApiException, aiohttp.ClientError, TimeoutError, OSError, ValueError)
 """How the API server, and the way to it, fail. Anything else is logged with its traceback."""
 FIRST_PAGE = 50
 MAX_PAGE = 500
@@ -84,34 +93,10 @@ class KubernetesObject(msgspec.Struct):
     metadata: Metadata
 
 
-class _ListMetadata(msgspec.Struct, rename="camel"):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
-
-
-class _Page(msgspec.Struct):
-    metadata: _ListMetadata
-    items: list[msgspec.Raw] | None = None
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
-
-
-_PAGES = msgspec.json.Decoder(_Page)
-_EVENTS = msgspec.json.Decoder(_Event)
-
-
-class WatchExpired(Exception):
-    """The watch cannot continue from this resource version; the collection must be listed again."""
-
-
-S = TypeVar("S")
 T = TypeVar("T", bound=KubernetesObject)
 
 
-class Reflector(Generic[T]):
+class Reflector(ListAndWatch, Generic[T]):
     """Maintains the objects of one collection that match a selector."""
 
     def __init__(
@@ -137,6 +122,7 @@ class Reflector(Generic[T]):
             known: what one before it had of the collection, perhaps by another selector; it stays until a list.
             is_settled: whether that one was: what it knew goes on to be the best that is known.
         """
+        super().__init__(relist_s=relist_s, rng=rng)
         self._client = client
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
@@ -145,13 +131,8 @@ class Reflector(Generic[T]):
         self._selectors = [
             pair for pair in (("labelSelector", label_selector), ("fieldSelector", field_selector)) if pair[1]
         ]
-        self._relist_s = relist_s
         self._watch_s = min(WATCH_S, relist_s)
-        self._rng = rng or random.Random()  # noqa: S311 - jitter
         self.objects: dict[str, T] = dict(known or {})
-        self._version = ""
-        """Up to which `objects` are known; empty if they must be listed."""
-        self._list_by = 0.0
         self.is_settled = is_settled
         """Whether a list has succeeded or was refused for good; before that, an empty copy means nothing."""
         self.has_listed = False
@@ -162,88 +143,62 @@ class Reflector(Generic[T]):
         """When the API server last answered as asked."""
         self._told = ""
         """The failure that was logged last, if nothing has succeeded since."""
+        self._failures = 0
+        """Attempts in a row that failed or ended early."""
 
-    async def run(self) -> None:
-        """List and watch until cancelled."""
-        now = asyncio.get_running_loop().time
-        failures = 0
-        while True:
-            watched_at = math.inf
-            is_broken, cap_s = True, BACKOFF_CAP_S
-            try:
-                if not self._version or now() >= self._list_by:
-                    self._version = await self._list()
-                    self._list_by = now() + self._relist_s * self._rng.uniform(0.8, 1.0)
-                watched_at = now()
-                await self._watch()
-                is_broken = False
-                if self._told:
-                    self._told = ""
-                    log.info("kubernetes %s: it is listed and watched again", self._path)
-            except WatchExpired:
-                self._version = ""
-                log.debug("kubernetes %s: the watch has expired", self._path)
-            except Exception as error:  # whatever it is, nobody else would list and watch again
-                status = getattr(error, "status", 0) or 0
-                is_known = isinstance(error, EXPECTED)
-                if status in REFUSALS:
-                    cap_s = REFUSED_CAP_S
-                if status in REFUSALS or isinstance(error, msgspec.MsgspecError) or not is_known:
-                    self._version = ""
-                if not self.is_settled:
-                    # A forbidden namespace must not keep the others from being published.
-                    self.is_settled = status in REFUSALS
-                    self.failing_since = min(self.failing_since, now())
-                    self._on_change()
-                failure = f"{type(error).__name__} {status or str(error)[:256]}"
-                log.log(
-                    logging.DEBUG if failure == self._told else logging.WARNING,
-                    "kubernetes %s: %s",
-                    self._path,
-                    failure,
-                    exc_info=not is_known and failure != self._told,
-                )
-                self._told = failure
-            is_brief = now() - watched_at < min(BACKOFF_CAP_S, self._watch_s / 2)
-            failures = failures + 1 if is_brief else int(is_broken)
-            if failures:
-                await asyncio.sleep(backoff_s(failures, BACKOFF_BASE_S, cap_s, self._rng))
+    def _after(self, error: Exception | None, watched_s: float) -> float:
+        cap_s = BACKOFF_CAP_S
+        if error is None:
+            if self._told:
+                self._told = ""
+                log.info("kubernetes %s: it is listed and watched again", self._path)
+        elif watched_s >= 0.0 and (isinstance(error, WatchError) or _status(error) == EXPIRED):
+            self._version = ""
+            log.debug("kubernetes %s: the watch has expired", self._path)
+        else:
+            if _status(error) in REFUSALS:
+                cap_s = REFUSED_CAP_S
+            self._note_failure(error)
+        is_brief = watched_s < min(BACKOFF_CAP_S, self._watch_s / 2)
+        self._failures = self._failures + 1 if is_brief else int(error is not None)
+        return backoff_s(self._failures, BACKOFF_BASE_S, cap_s, self._rng) if self._failures else 0.0
+
+    def _note_failure(self, error: Exception) -> None:
+        status, is_known = _status(error), isinstance(error, EXPECTED)
+        if status in REFUSALS or isinstance(error, ValueError) or not is_known:
+            self._version = ""
+        if not self.is_settled:
+            # A forbidden namespace must not keep the others from being published.
+            self.is_settled = status in REFUSALS
+            self.failing_since = min(self.failing_since, asyncio.get_running_loop().time())
+            self._on_change()
+        failure = f"{type(error).__name__} {status or str(error)[:256]}"
+        log.log(
+            logging.DEBUG if failure == self._told else logging.WARNING,
+            "kubernetes %s: %s",
+            self._path,
+            failure,
+            exc_info=None if is_known or failure == self._told else error,
+        )
+        self._told = failure
 
     async def _list(self) -> str:
-        """List everything, and return the version.
-
-        Raises:
-            ApiException: any status but 200.
-        """
         objects: dict[str, T] = {}
-        token = version = ""
-        limit = FIRST_PAGE
-        while True:
-            query = [("limit", str(limit)), *([("continue", token)] if token else [])]
-            async with asyncio.timeout(LIST_TIMEOUT_S):
-                try:
-                    response = await self._get(query, LIST_TIMEOUT_S)
-                except WatchExpired:  # between two pages
-                    raise ApiException(status=410, reason="the list has expired") from None
-                async with response:
-                    data = await _page(response, limit)
-            if data is None:
-                limit = SMALL_PAGE
-                continue
-            page = await decoded_in_turns(_PAGES, data)
-            turn = 0
-            for raw in page.items or ():
-                item = await self._decoded(raw)
-                objects[item.metadata.uid or item.metadata.name] = item
-                turn += memoryview(raw).nbytes
-                if turn >= TURN_BYTES:
-                    turn = 0
-                    await asyncio.sleep(0)
-            version, token = page.metadata.resource_version, page.metadata.continue_
-            if not token:
-                break
-            fitting = PAGE_BYTES * len(page.items or ()) // len(data)
-            limit = max(SMALL_PAGE, min(MAX_PAGE, 4 * limit, fitting))
+        version = ""
+        size = PageSize(
+            SMALL_PAGE, MAX_PAGE, first=FIRST_PAGE, page_bytes=PAGE_BYTES, max_bytes=MAX_PAGE_BYTES
+        )
+        async with aclosing(list_pages(partial(self._get, timeout_s=LIST_TIMEOUT_S), size)) as pages:
+            async for page in pages:
+                turn = 0
+                for raw in page.items or ():
+                    item = await self._decoded(raw)
+                    objects[item.metadata.uid or item.metadata.name] = item
+                    turn += memoryview(raw).nbytes
+                    if turn >= TURN_BYTES:
+                        turn = 0
+                        await asyncio.sleep(0)
+                version = page.version
         known, self.objects = self.objects, objects
         for key in known.keys() | objects.keys():
             before, after = known.get(key), objects.get(key)
@@ -254,27 +209,25 @@ class Reflector(Generic[T]):
         self._on_change()
         return version
 
-    async def _watch(self) -> None:
+    async def _watch(self, version: str) -> None:
         """Apply events until the period is over."""
         period = self._watch_s * self._rng.uniform(0.8, 1.0)
-        query = [
-            ("watch", "true"),
-            ("allowWatchBookmarks", "true"),
-            ("resourceVersion", self._version),
-            ("timeoutSeconds", str(max(1, int(period)))),
-        ]
-        response = await self._get(query, period + LIST_TIMEOUT_S)
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(max(1, int(period))),
+        }
+        response = await self._get(query, timeout_s=period + LIST_TIMEOUT_S)
         self.succeeded_at = asyncio.get_running_loop().time()
         try:
-            async with response:
-                async for line in _lines(response):
-                    await self._apply(await decoded_in_turns(_EVENTS, line))
+            async with response, aclosing(watch_events(response, MAX_EVENT_BYTES)) as events:
+                async for event in events:
+                    await self._apply(event)
         except TimeoutError:
             return  # a silent connection; the next watch brings what it missed
 
-    async def _apply(self, event: _Event) -> None:
-        if event.type == "ERROR":
-            raise WatchExpired
+    async def _apply(self, event: WatchEvent) -> None:
         item = await self._decoded(event.object)
         self.succeeded_at = asyncio.get_running_loop().time()
         self._version = item.metadata.resource_version or self._version
@@ -297,17 +250,16 @@ class Reflector(Generic[T]):
             metadata.labels, metadata.owner_references = {}, []
         return item
 
-    async def _get(self, query: list[tuple[str, str]], timeout_s: float) -> aiohttp.ClientResponse:
+    async def _get(self, query: dict[str, str], *, timeout_s: float) -> aiohttp.ClientResponse:
         """GET the collection.
 
         Raises:
-            ApiException: any status but 200 and 410.
-            WatchExpired: status 410.
+            ApiException: any status but 200.
         """
         method, url, headers, body, form = await self._client.param_serialize(
             "GET",
             self._path,
-            query_params=[*self._selectors, *query],
+            query_params=[*self._selectors, *query.items()],
             header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"],
         )
@@ -323,39 +275,10 @@ class Reflector(Generic[T]):
         if response.status != 200:
             text = (await response.read())[:256]
             response.release()
-            if response.status == 410:
-                raise WatchExpired
             raise ApiException(status=response.status, reason=text.decode("utf-8", "replace"))
         return response
 
 
-async def decoded_in_turns(decoder: msgspec.json.Decoder[S], text: bytes | msgspec.Raw) -> S:
-    """Decode a text. If it is too deep for the decoder it is cut first, in turns of the event loop."""
-    with contextlib.suppress(RecursionError):
-        return decoder.decode(text)
-    return decoder.decode(await in_turns(json_limits.cutting(bytes(text).decode())))
-
-
-async def _page(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
-    """Read a page; None if it is too large for one of so many objects."""
-    data = bytearray()
-    async for piece in response.content.iter_any():
-        data += piece
-        if len(data) > MAX_PAGE_BYTES and limit > SMALL_PAGE:
-            response.close()
-            return None
-    return bytes(data)
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Iterate over the lines of a watch, without aiohttp's own bound on the length of a line."""
-    buffer = bytearray()
-    async for piece in response.content.iter_any():
-        buffer += piece
-        if len(buffer) > MAX_EVENT_BYTES and b"\n" not in buffer:
-            raise WatchExpired
-        *lines, rest = bytes(buffer).split(b"\n")
-        buffer = bytearray(rest)
-        for line in lines:
-            if line.strip():
-                yield line
+def _status(error: Exception) -> int:
+    """The HTTP status of an error; zero if it has none."""
+    return getattr(error, "status", 0) or 0

@@ -110,8 +110,8 @@ class FileDiscovery:
             document = decode_fleet(data)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.error("fleet file %s is not usable, keeping the last one: %s", self._path, error)
-            return
-        publish(snapshot_of(document, data))
+        else:
+            publish(snapshot_of(document, data))
 
 
 MIN_RETRY_S = 0.25
@@ -249,37 +249,35 @@ class ModelDiscovery:
         overfull: set[str] = set()
         for member in self._members:
             served = self._served.get(member)
-            if served is not None:
-                model, *others = served.names
-                members.setdefault(model, []).append(
-                    member._replace(adapters=served.adapters, aliases=tuple(others))
-                )
-                known, tuned = aliases.setdefault(model, {}), adapters.setdefault(model, {})
-                new = [name for name in others if name not in known]
-                new_tuned = [name for name in served.adapters if name not in tuned]
-                names = 1 + len(known) + len(new)
-                if _num_spellings(names, len(tuned) + len(new_tuned)) <= MAX_SPELLINGS:
-                    known.update(dict.fromkeys(new))
-                    tuned.update(dict.fromkeys(new_tuned))
-                else:
-                    overfull.add(model)
+            if served is None:
+                continue
+            model, *others = served.names
+            own = member._replace(adapters=served.adapters, aliases=tuple(others))
+            members.setdefault(model, []).append(own)
+            known, tuned = aliases.setdefault(model, {}), adapters.setdefault(model, {})
+            new = [name for name in others if name not in known]
+            new_tuned = [name for name in served.adapters if name not in tuned]
+            if _num_spellings(1 + len(known) + len(new), len(tuned) + len(new_tuned)) <= MAX_SPELLINGS:
+                known.update(dict.fromkeys(new))
+                tuned.update(dict.fromkeys(new_tuned))
+            else:
+                overfull.add(model)
         for model in overfull - self._overfull:
             log.error("the replicas of %r have too many names together, of which some are left out", model)
         self._overfull = overfull
-        document = FleetDocument(
-            services=tuple(
-                FleetService(
-                    namespace=self._namespace,
-                    name=model,
-                    uid=self._namespace,
-                    model=model,
-                    aliases=tuple(aliases[model]),
-                    adapters=tuple(adapters[model]),
-                    internal_key=self._key,
-                )
-                for model in members
+        services = (
+            FleetService(
+                namespace=self._namespace,
+                name=model,
+                uid=self._namespace,
+                model=model,
+                aliases=tuple(aliases[model]),
+                adapters=tuple(adapters[model]),
+                internal_key=self._key,
             )
+            for model in members
         )
+        document = FleetDocument(services=tuple(services))
         by_key = {service.qualified_name: tuple(members[service.model]) for service in document.services}
         unheard = self._num_awaited + sum(member not in self._served for member in self._members)
         revision = revision_of(encode_fleet(document))

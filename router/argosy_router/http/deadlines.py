@@ -19,11 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Final, TypeVar
+from typing import Final
 
-from argosy_protocol.json_limits import Steps
-
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
@@ -94,17 +91,6 @@ class Deadline:
 
 def _nothing() -> None:
     """Callback of an ended deadline."""
-
-
-async def in_turns(steps: Steps[T]) -> T:
-    """Do steps so that other work of the event loop has its turn between them; return the result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        await asyncio.sleep(0)
 
 
 class Turns:

@@ -30,7 +30,7 @@ from argosy_protocol.errors import (
     Unavailable,
 )
 from argosy_protocol.json_limits import Steps
-from argosy_protocol.program.process import OwnerSlots
+from argosy_protocol.program.process import OwnerSlots, in_turns
 from argosy_protocol.response_history import (
     DEFAULT_PAGE,
     MAX_PAGE,
@@ -54,7 +54,6 @@ from argosy_protocol.responses import (
 )
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
-from argosy_router.http.deadlines import in_turns
 from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.messages import Client, ClientListener, Request
 from argosy_router.proxy.answer import error_body, error_headers, id_headers
