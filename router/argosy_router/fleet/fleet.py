@@ -106,6 +106,9 @@ class Fleet:
         self._is_initialized = False
         self.revision = 0
         self._epoch = secrets.token_hex(8)
+        self._unlisted: set[Service] = set()
+        """Services that may have models of another length than lists of models say."""
+        self._num_lengths = 0
         self._changed_in: dict[str, int] = {}
         """The last revision in which each service has changed; those without one have changed in `_all_changed_in`."""
         self._all_changed_in = 0
@@ -239,6 +242,7 @@ class Fleet:
         """Drop all cached candidates, increment the revision and wake its waiters."""
         for service in self.services.values():
             service.invalidate()
+        self._unlisted.update(self.services.values())
         self._note_all_changed()
         self._increment()
 
@@ -251,8 +255,19 @@ class Fleet:
             self._note_changed(service)
             self._increment()
 
+    def model_lengths(self) -> int:
+        """Return a number that changes when a service's `max_model_len` does. It costs as much as there are services
+        that have changed since it was asked for."""
+        while self._unlisted:
+            service = self._unlisted.pop()
+            if service.max_model_len != service.listed_len:
+                service.listed_len = service.max_model_len
+                self._num_lengths += 1
+        return self._num_lengths
+
     def _note_changed(self, service: Service) -> None:
         service.invalidate()
+        self._unlisted.add(service)
         self._changed_in[service.spec.qualified_name] = self.revision + 1
 
     def _note_gone(self, name: str) -> None:
@@ -463,6 +478,7 @@ class Fleet:
         for replica in list(service.replicas.values()):
             self._remove_replica(service, replica)
         self._service_budgets.pop(service).close()
+        self._unlisted.discard(service)
 
 
 def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -> None:

@@ -126,6 +126,8 @@ class Service:
         """Likewise, of `canary_share`."""
         self._max_model_len: tuple[int | None] | None = None
         """Likewise, of `max_model_len`."""
+        self.listed_len: int | None = None
+        """`max_model_len` as lists of models had it last (`Fleet.model_lengths`)."""
 
     # the choice
 

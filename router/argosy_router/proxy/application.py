@@ -185,8 +185,8 @@ class _List(NamedTuple):
 
     names: list[tuple[str, Service]]
     """The same object until services or their names have changed."""
-    lengths: list[int | None]
-    """Of the models."""
+    lengths: int
+    """`Fleet.model_lengths`"""
     body: bytes
 
 
@@ -561,7 +561,7 @@ class RouterApplication:
         is_anthropic = _is_anthropic(request)
         is_codex = _CODEX_QUERY.search(request.target) is not None
         names = names_for(self._fleet, account)
-        lengths = [service.max_model_len for _, service in names]
+        lengths = self._fleet.model_lengths()
         form = (account.models, is_anthropic, is_codex)
         kept = self._lists.get(form)
         if kept is None or kept.names is not names or kept.lengths != lengths:
