@@ -39,7 +39,7 @@ from argosy_protocol.headers import KeyRing, internal_key
 from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH
 from argosy_router.admin.overview import LoadReports, Overviews
 from argosy_router.admin.playground_client import PlaygroundClient
-from argosy_router.fleet.candidates import Candidates, split_side
+from argosy_router.fleet.candidates import Candidates
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
@@ -463,10 +463,9 @@ def _excluded(
 
 
 def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
-    side, name = split_side(prompt.name)
-    if not replica.serves(name):
-        return f"it does not have {name!r}"
-    if not replica.serves(side):
+    if not replica.serves(prompt.name._replace(side="")):
+        return f"it does not have {prompt.name.name!r}"
+    if not replica.serves(prompt.name):
         return "it is on the other side of the canary rollout"
     if replica.is_draining or replica.has_announced_drain:
         return "it is draining"

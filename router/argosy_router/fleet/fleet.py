@@ -423,11 +423,8 @@ class Fleet:
             if name not in service.replicas:
                 self._add_replica(service, member)
         for name, replica in service.replicas.items():
-            side = "" if service.sides is None else service.sides.side_of(replica.revision)
-            served = (*wanted[name].adapters, *wanted[name].aliases)
-            replica.names = frozenset(served)
-            if side:
-                replica.names |= {side + name for name in ("", *served)}
+            replica.side = "" if service.sides is None else service.sides.side_of(replica.revision)
+            replica.names = frozenset((*wanted[name].adapters, *wanted[name].aliases))
         lists = {member.aliases for member in members}  # nearly always one
         service.candidates.partial_aliases = frozenset(
             alias for aliases in lists for alias in frozenset(service.spec.aliases).difference(aliases)

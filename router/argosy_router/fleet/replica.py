@@ -17,7 +17,7 @@ from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health import ReplicaHealth
 from argosy_router.http.upstream import ConnectionPool, UpstreamError
 from argosy_router.policy import PRIOR, PRIOR_MAX_NUM_SEQS, Candidate, Rates, waiting_s
-from argosy_router.prefixes import ReplicaPrefixes
+from argosy_router.prefixes import ReplicaPrefixes, ServedName, Side
 
 _UNMEASURED = Rates(0.0, 0.0)
 _LEARNING_RATE = 0.2
@@ -450,8 +450,9 @@ class Replica:
         self.prefixes = prefixes
         self.cache_value = CacheValue()
         self.names = frozenset((*member.adapters, *member.aliases))
-        """What it serves besides its model's own name: adapters, aliases, its side of a canary rollout, and its side
-        followed by each of these."""
+        """Adapters and aliases, which it serves besides its model's own name."""
+        self.side: Side = ""
+        """Of a canary rollout; empty without one, and for a revision that is on neither side."""
         self.revision = member.revision
         self.is_draining = member.is_draining
         """Whether discovery reports it as draining (pod being deleted, rollout of a local fleet)."""
@@ -500,9 +501,9 @@ class Replica:
             return False
         return self.load.reported_requests > 0 and not self.is_stalled
 
-    def serves(self, name: str) -> bool:
-        """Whether it can answer as this adapter or alias, on this side; the empty name is the model itself."""
-        return not name or name in self.names
+    def serves(self, name: ServedName) -> bool:
+        """Whether it can answer as this adapter or alias, on this side; endpoints are the caller's to compare."""
+        return (not name.name or name.name in self.names) and name.side in ("", self.side)
 
     @property
     def is_available(self) -> bool:

@@ -14,11 +14,11 @@ from typing import Final
 
 from argosy_protocol.fleet import FleetService
 from argosy_protocol.reports import TTFT_BOUNDS_S, TTFT_WINDOW_S
-from argosy_router.fleet.candidates import CANARY, STABLE, CandidatePool, Candidates, RevisionSides
+from argosy_router.fleet.candidates import CandidatePool, Candidates, RevisionSides
 from argosy_router.fleet.health import may_eject
 from argosy_router.fleet.replica import Replica, ReplicaLoad, ServiceKeys, hit_value
 from argosy_router.policy import POLICIES, Decision, RouteRequest, assumed
-from argosy_router.prefixes import PrefixIndex, Prompt, PromptHasher, PromptLengthModel
+from argosy_router.prefixes import PrefixIndex, Prompt, PromptHasher, PromptLengthModel, Side
 
 SLICES: Final = 6
 """The window moves in steps of a sixth, so that a burst leaves it within ten seconds of its age."""
@@ -210,7 +210,7 @@ class Service:
             self.sides = RevisionSides(spec.split)
         self._canary_share = None
 
-    def side(self, drawn_by: bytes) -> str:
+    def side(self, drawn_by: bytes) -> Side:
         """Draw the side that answers a request; empty while the service is not divided."""
         return "" if self.sides is None else self.sides.draw(drawn_by, self.canary_share)
 
@@ -223,8 +223,8 @@ class Service:
             share, sides = 0.0, self.sides
             if sides is not None:
                 routable = [replica for replica in self.replicas.values() if replica.is_routable]
-                of_canary = [each for each in routable if sides.side_of(each.revision) == CANARY]
-                of_stable = [each for each in routable if sides.side_of(each.revision) == STABLE]
+                of_canary = [each for each in routable if sides.side_of(each.revision) == "canary"]
+                of_stable = [each for each in routable if sides.side_of(each.revision) == "stable"]
                 share = sides.share(_num_admitted(of_stable), _num_admitted(of_canary))
             self._canary_share = share
         return share

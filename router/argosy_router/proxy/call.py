@@ -38,7 +38,15 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Headers, Request, connection_options, render_headers
-from argosy_router.prefixes import MeasuredPrompts, Prompt, measure, prompt_from, tokens_of
+from argosy_router.prefixes import (
+    MODEL_ITSELF,
+    MeasuredPrompts,
+    Prompt,
+    ServedName,
+    measure,
+    prompt_from,
+    tokens_of,
+)
 from argosy_router.proxy.decoded_types import Examined
 from argosy_router.proxy.request_body import (
     RoutedEndpoint,
@@ -560,4 +568,5 @@ def prompt_of(
     number = xxh3_64_intdigest(session) if session else 0
     alias = model if model in service.candidates.partial_aliases else ""
     side = service.side(drawn_by) if drawn_by else ""
-    return prompt_from(measured, number, side + (adapter or alias), is_cut=is_cut)
+    name = ServedName(adapter or alias, side) if adapter or alias or side else MODEL_ITSELF
+    return prompt_from(measured, number, name, is_cut=is_cut)

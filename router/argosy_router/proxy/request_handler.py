@@ -68,7 +68,7 @@ class QueuedCall:
             call.account,
             call.priority,
             call.estimate.cost,
-            len(call.body) + len(call.prompt.name),
+            len(call.body) + call.prompt.name.num_bytes,
             call.prompt.name,
             call.estimate.sequences,
             self.admit,
