@@ -74,9 +74,8 @@ from argosy_router.http.upstream import UpstreamError, UpstreamTls, fetch
 from argosy_router.metric_series import Labels
 from argosy_router.metrics import Metrics
 from argosy_router.native.build import BUILD_KIND
-from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.lines import LineWriter, TraceCapture
-from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.observability.request_log import AccessLog, UsageLedger
 from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.answer import CommentSchedule
 from argosy_router.proxy.application import BackgroundLoad, RouterApplication

@@ -22,9 +22,8 @@ from argosy_router.auth.accounts import Account, RateLimited, Reservation
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.metrics import RATE_LIMITED, Metrics
-from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.lines import CapturedRequest, TraceCapture
-from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.observability.request_log import AccessEntry, AccessLog, UsageLedger
 from argosy_router.prefixes import learnt
 from argosy_router.proxy.answer_tokens import TokenUsage
 from argosy_router.proxy.call import Call
