@@ -39,8 +39,6 @@ from argosy_router.prefixes import MODEL_ITSELF, ServedName
 class Entry:
     """The properties of a queued request that its position depends on."""
 
-    __slots__ = ("account", "cost", "name", "priority", "sequences", "size")
-
     def __init__(
         self,
         account: Account,
@@ -64,8 +62,6 @@ class Entry:
 
 class QueuedRequest(Entry):
     """An entry that is told its outcome: exactly one of `admit` and `refuse` is called."""
-
-    __slots__ = ("admit", "next_since", "refuse", "since")
 
     def __init__(
         self,
@@ -109,8 +105,6 @@ class QueueFull(Exception):
 class _Flow(Generic[E]):
     """The entries of one account and priority, oldest first."""
 
-    __slots__ = ("account", "bytes", "entries", "is_listed", "number", "start")
-
     def __init__(self, account: Account, number: int) -> None:
         self.account = account
         self.number = number
@@ -136,8 +130,6 @@ class _Flow(Generic[E]):
 
 class _Band(Generic[E]):
     """The flows of one priority."""
-
-    __slots__ = ("_num_made", "_order", "_prune_at", "_virtual", "active", "count", "flows")
 
     def __init__(self) -> None:
         self.flows: dict[Account, _Flow[E]] = {}

@@ -77,8 +77,6 @@ class Bounds(NamedTuple):
 class DrainRate:
     """Requests that end per second, averaged over about `DRAIN_WINDOW_S`."""
 
-    __slots__ = ("_born", "_sum", "_time")
-
     def __init__(self, now: float) -> None:
         self._born = self._time = now
         self._sum = 0.0
@@ -102,8 +100,6 @@ class DrainRate:
 class _Availability:
     """Whether some replica can answer requests for a name."""
 
-    __slots__ = ("changed", "is_unavailable", "model", "reason")
-
     def __init__(self, now: float) -> None:
         self.is_unavailable = False
         self.reason = ""
@@ -116,8 +112,6 @@ class _Availability:
 
 class _HoldBackTime:
     """How long requests may still wait for others' large calls."""
-
-    __slots__ = ("_left_s", "_time")
 
     def __init__(self, now: float) -> None:
         self._left_s = HOLD_BACK_S

@@ -382,19 +382,6 @@ MODEL_ITSELF: Final = ServedName()
 class Prompt:
     """A request's prompt as routing sees it, without its content."""
 
-    __slots__ = (
-        "affinity_hash",
-        "chunk_tokens",
-        "has_media",
-        "hashes",
-        "is_cut",
-        "name",
-        "segment_bytes",
-        "session",
-        "text_bytes",
-        "token_ids",
-    )
-
     def __init__(
         self,
         hashes: Sequence[int],

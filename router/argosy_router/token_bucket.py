@@ -18,8 +18,6 @@ class TokenBucket:
         capacity: the most that it holds; by default one minute's refill, at least one.
     """
 
-    __slots__ = ("_level", "_time", "capacity", "per_minute")
-
     def __init__(self, per_minute: float, now: float, capacity: float | None = None) -> None:
         self.per_minute = per_minute
         self.capacity = max(1.0, per_minute) if capacity is None else capacity

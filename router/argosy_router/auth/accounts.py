@@ -22,8 +22,6 @@ from argosy_router.token_bucket import PERIOD_S, TokenBucket
 class RateLimits:
     """The two buckets of an account; either may be missing."""
 
-    __slots__ = ("requests", "tokens")
-
     def __init__(self) -> None:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -231,8 +229,6 @@ class KeyLimits:
 
 class Reservation:
     """What one request has reserved of its key's limits."""
-
-    __slots__ = ("_is_open", "_limits", "_sequences", "_tokens", "header_lines")
 
     def __init__(self, limits: KeyLimits, tokens: int, sequences: int, header_lines: bytes) -> None:
         self._limits = limits

@@ -46,8 +46,6 @@ tokens."""
 class _SideCounts:
     """What the attempts at one side came to: in the slices of a window, and in all."""
 
-    __slots__ = ("_slice_s", "_slices", "_total")
-
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / WINDOW_SLICES
         self._slices: dict[int, list[int]] = {}
@@ -109,8 +107,6 @@ class RevisionSides:
     number of requests; another division starts counting anew, so that a figure never mixes two weights; below weight
     100 a canary replica is drawn for no more requests than a stable one.
     """
-
-    __slots__ = ("_counts", "split")
 
     def __init__(self, split: RevisionSplit) -> None:
         self.split = split
@@ -205,8 +201,6 @@ class Capacity:
     for an account of a router with keys it also looks at replicas that run calls with several sequences.
     """
 
-    __slots__ = ("_free", "_num_unknown", "_replicas", "_rooms", "_with_large_calls", "largest", "limit")
-
     def __init__(self, replicas: Sequence[Replica], limit: int) -> None:
         """`limit`: sequences in flight that a replica may have; 0 if it takes as many as fit into its batch."""
         self.limit = limit
@@ -278,8 +272,6 @@ _MAX_KEPT: Final = 256
 
 class Candidates:
     """The replicas that a request may be sent to, ordered by name as policies expect."""
-
-    __slots__ = ("capacity", "loads", "positions", "replicas", "slot_changes")
 
     def __init__(self, replicas: list[Replica], slot_changes: int) -> None:
         self.replicas = replicas

@@ -57,21 +57,6 @@ tokens takes minutes and shows nothing before its end; whoever asks for it must 
 class ReplicaHealth:
     """Health of one replica. Times are a monotonic clock's, passed in."""
 
-    __slots__ = (
-        "_cooldown_ends_with_capacity",
-        "_ejected_until",
-        "_ejections",
-        "_is_on_probation",
-        "_is_probing",
-        "_is_suspect",
-        "_next_probe",
-        "consecutive_failures",
-        "cooldown_until",
-        "core_step_age_s",
-        "is_answering",
-        "stall_bound_s",
-    )
-
     def __init__(self) -> None:
         self.consecutive_failures = 0
         self._ejections = 0

@@ -28,30 +28,6 @@ MIN_SAMPLE_TOKENS = 256
 class ReplicaLoad(Candidate):
     """Queued prompt tokens, requests and rates of one replica."""
 
-    __slots__ = (
-        "_assumed",
-        "_generation",
-        "_has_report",
-        "_is_measuring",
-        "_measured",
-        "_on_measured",
-        "_open_tokens",
-        "_recent_tokens",
-        "_sequence_change",
-        "_token_change",
-        "_yielding_by_account",
-        "_yielding_change",
-        "changes",
-        "data_parallel_size",
-        "inflight",
-        "inflight_sequences",
-        "inflight_tokens",
-        "reported_requests",
-        "reported_tokens",
-        "reported_yielding",
-        "yielding",
-    )
-
     def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
         """`on_measured` is called on the first measurement of a rate, so that the rates assumed for unmeasured replicas
         can be recomputed."""
@@ -228,8 +204,6 @@ class ReplicaLoad(Candidate):
 class Charge:
     """One dispatched request on one replica's load."""
 
-    __slots__ = ("_account", "_generation", "_is_open", "_load", "_sequences", "_tokens")
-
     def __init__(
         self, load: ReplicaLoad, tokens: int, sequences: int, generation: int, account: object
     ) -> None:
@@ -317,8 +291,6 @@ class CacheValue:
     """Recent value of one replica's cache: prompt tokens that it has saved of late and that no other cache would
     have."""
 
-    __slots__ = ("_sum", "_time")
-
     def __init__(self) -> None:
         self._sum = 0.0
         self._time = 0.0
@@ -335,8 +307,6 @@ class CacheValue:
 
 class ServiceKeys:
     """The keys of a service's engines, newest first; empty if they require none."""
-
-    __slots__ = ("_keys",)
 
     def __init__(self, *keys: str) -> None:
         self._keys: tuple[str, ...] = tuple(key for key in keys if key)
@@ -361,8 +331,6 @@ class ReplicaKey:
     next one is tried, each once per request. A newer key is used once the replica has accepted it
     (`server.KeyRotation`), so that gateways, which cannot try again, are given one that works.
     """
-
-    __slots__ = ("_service", "current", "is_refused")
 
     def __init__(self, service: ServiceKeys) -> None:
         self._service = service

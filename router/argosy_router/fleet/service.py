@@ -29,8 +29,6 @@ class Demand:
     """Times to first token of one service in the last minute, as the operator's autoscaler needs them: counts by
     bucket, in slices of a few seconds. Memory is bounded by the number of slices, whatever the number of requests."""
 
-    __slots__ = ("_slices", "held_until")
-
     def __init__(self) -> None:
         self._slices: dict[int, list[int]] = {}
         """number of the slice -> answers per bucket"""
@@ -70,8 +68,6 @@ _RESCALE: Final = 30.0
 
 class Choice:
     """The chosen replica, and the figures behind the choice."""
-
-    __slots__ = ("decision", "hit_value", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
 
     def __init__(
         self,

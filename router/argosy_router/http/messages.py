@@ -31,21 +31,6 @@ from argosy_router.http.limits import BodyMemory
 
 Headers = list[tuple[bytes, bytes]]
 
-HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
-)
-"""RFC 9110, 7.6.1. Names listed in `Connection` join them per message (`connection_options`)."""
-
 _REASONS = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 
 
@@ -74,26 +59,6 @@ class BodySink(Protocol):
 
 class Request:
     """One request: its head, and its body once that is complete."""
-
-    __slots__ = (
-        "account",
-        "answer_lines",
-        "body",
-        "body_bytes",
-        "grant",
-        "headers",
-        "is_background",
-        "is_charged",
-        "is_from_allowed_page",
-        "is_from_gateway",
-        "is_http10",
-        "keep_alive",
-        "method",
-        "path",
-        "refusal",
-        "sink",
-        "target",
-    )
 
     def __init__(
         self, method: bytes, target: bytes, headers: Headers, *, is_http10: bool, keep_alive: bool

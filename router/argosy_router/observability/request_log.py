@@ -48,26 +48,6 @@ LINES_FLUSH_S = 0.2
 class AccessEntry:
     """Fields of a line. A field that does not apply is zero or empty, or None where zero would have a meaning."""
 
-    __slots__ = (
-        "attempts",
-        "cached_tokens",
-        "completion_tokens",
-        "duration_ms",
-        "error",
-        "key",
-        "migrations",
-        "model",
-        "predicted_tokens",
-        "prompt_tokens",
-        "queue_ms",
-        "replica",
-        "request",
-        "route",
-        "status",
-        "time",
-        "ttft_ms",
-    )
-
     def __init__(
         self,
         time: float,
@@ -224,15 +204,6 @@ _HOUR_S = 3600
 
 class _Sums:
     """Usage of one model by one key."""
-
-    __slots__ = (
-        "cached_tokens",
-        "completion_tokens",
-        "estimated_requests",
-        "prompt_tokens",
-        "requests",
-        "unmetered_requests",
-    )
 
     def __init__(self) -> None:
         self.requests = 0

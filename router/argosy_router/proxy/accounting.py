@@ -48,8 +48,6 @@ _ERROR = ("error_type", "error_code", "error_param")
 class AttemptRecord:
     """One attempt that was sent, and the decision for its replica."""
 
-    __slots__ = (*FIELDS, "error")
-
     def __init__(
         self,
         time: float,
@@ -125,8 +123,6 @@ class AttemptLog:
 class RefusedRequest:
     """One request that got an error before it was sent to a replica."""
 
-    __slots__ = ("error", "model", "request_id", "status", "time")
-
     def __init__(self, time: float, request_id: str, model: str, status: int, error: ErrorReason) -> None:
         """`time` is the Unix time of the refusal; `model` is empty if the request was refused before it was decoded."""
         self.time = time
@@ -168,24 +164,6 @@ CLIENT_GONE = 499
 
 class RequestOutcome:
     """How one request ended. Times are seconds; `started` and `sent_at` are read from a monotonic clock."""
-
-    __slots__ = (
-        "attempts",
-        "call",
-        "choice",
-        "error",
-        "first_event_s",
-        "generated_tokens",
-        "is_cut_short",
-        "migrations",
-        "queued_s",
-        "record",
-        "reservation",
-        "sent_at",
-        "started",
-        "status",
-        "usage",
-    )
 
     def __init__(self, call: Call, started: float) -> None:
         """`started` is when the whole request had arrived."""

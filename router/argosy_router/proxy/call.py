@@ -315,26 +315,6 @@ def decode_call(
 class CallDraft:
     """A call whose service is known, and whose prompts are not measured yet."""
 
-    __slots__ = (
-        "account",
-        "adapter",
-        "additions",
-        "changes",
-        "endpoint",
-        "examined",
-        "hides_progress",
-        "hides_usage",
-        "model",
-        "named",
-        "priority",
-        "request",
-        "request_id",
-        "response_id",
-        "seed",
-        "service",
-        "session",
-    )
-
     def __init__(
         self,
         fleet: Fleet,
@@ -424,32 +404,6 @@ class CallDraft:
 
 class Call:
     """One generation request."""
-
-    __slots__ = (
-        "account",
-        "asked_model",
-        "body",
-        "canary_of",
-        "client_model",
-        "endpoint",
-        "estimate",
-        "headers",
-        "hides_progress",
-        "hides_usage",
-        "internal_headers",
-        "is_body_reduced",
-        "is_charged",
-        "is_stream",
-        "path",
-        "priority",
-        "prompt",
-        "renaming",
-        "request_id",
-        "service",
-        "shape",
-        "stream_interval",
-        "trace",
-    )
 
     def __init__(self, draft: CallDraft, body: bytes, measured: MeasuredPrompts) -> None:
         """`body` has the draft's `changes` and `additions`."""

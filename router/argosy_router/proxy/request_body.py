@@ -107,15 +107,6 @@ def resumable_shape(
 class TokenEstimate:
     """The tokens that one request is expected to take."""
 
-    __slots__ = (
-        "beams_per_choice",
-        "has_limit",
-        "output_tokens",
-        "prompt_tokens",
-        "sequences",
-        "service_prompt_tokens",
-    )
-
     def __init__(
         self,
         outputs: Outputs,

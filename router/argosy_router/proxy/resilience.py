@@ -66,8 +66,6 @@ not use up the budget."""
 class RetryBudget:
     """The retry credit of one service. Times are a monotonic clock's, passed in."""
 
-    __slots__ = ("_credit", "_time")
-
     def __init__(self, now: float) -> None:
         self._credit = MAX_RETRY_CREDIT
         self._time = now
@@ -123,8 +121,6 @@ NextStep = Literal["leave_to_other", "retry", "migrate", "complete", "interrupt"
 class RetryState:
     """Decides for one request, and keeps the replicas that failed it with an ambiguous error until it is known whose
     fault that was. Times are a monotonic clock's, passed in."""
-
-    __slots__ = ("_budget", "_failed", "is_request_at_fault")
 
     def __init__(self, budget: RetryBudget) -> None:
         """`budget` is the service's."""
