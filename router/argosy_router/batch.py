@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from argosy_protocol import batch_program
-from argosy_protocol.batch_program import (
-    ACCOUNT,
-    PIECE_BYTES,
-    RESPONSES_PATH,
-    account_value,
-    joined,
-    pieces,
-)
+from argosy_protocol.batch_program import ACCOUNT, PIECE_BYTES, RESPONSES_PATH, account_value, joined, pieces
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,

@@ -97,11 +97,7 @@ SCHEMA: Final[dict[str, tuple[Field, ...]]] = {
     "HttpBody": (Field(1, "body", "bytes"), Field(2, "end_of_stream", "bool")),
     "HttpTrailers": (Field(1, "trailers", "HeaderMap"),),
     "HeaderMap": (Field(1, "headers", "HeaderValue", is_repeated=True),),
-    "HeaderValue": (
-        Field(1, "key", "string"),
-        Field(2, "value", "string"),
-        Field(3, "raw_value", "bytes"),
-    ),
+    "HeaderValue": (Field(1, "key", "string"), Field(2, "value", "string"), Field(3, "raw_value", "bytes")),
     # to the gateway
     "ProcessingResponse": (
         Field(1, "request_headers", "HeadersResponse", "response"),

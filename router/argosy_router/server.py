@@ -412,11 +412,7 @@ class Router:
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,
             Overviews(
-                self.fleet,
-                self.metrics,
-                history,
-                socket.gethostname(),
-                lambda: len(self.server.connections),
+                self.fleet, self.metrics, history, socket.gethostname(), lambda: len(self.server.connections)
             ),
             LoadReports(self.fleet, self.flow_control),
             socket.gethostname(),

@@ -390,11 +390,7 @@ class Fleet:
             service.spec.uid,
             service.spec.engine_name,
             service.spec.internal_key,
-        ) != (
-            spec.uid,
-            spec.engine_name,
-            spec.internal_key,
-        ):
+        ) != (spec.uid, spec.engine_name, spec.internal_key):
             # Another model or key behind the same name: nothing that is known of the engines holds any more.
             self._remove_service(spec.qualified_name)
             service = None

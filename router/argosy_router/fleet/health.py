@@ -246,12 +246,7 @@ class ReplicaHealth:
         return was_ejected
 
     def failed(
-        self,
-        now: float,
-        *,
-        may_eject: bool,
-        refused: bool = False,
-        after: int = CONSECUTIVE_FAILURES,
+        self, now: float, *, may_eject: bool, refused: bool = False, after: int = CONSECUTIVE_FAILURES
     ) -> bool:
         """Note a failure.
 

@@ -18,13 +18,7 @@ from typing import Final, Protocol
 
 import httptools
 
-from argosy_protocol.errors import (
-    ApiError,
-    BadRequest,
-    HeadersTooLarge,
-    InternalError,
-    PayloadTooLarge,
-)
+from argosy_protocol.errors import ApiError, BadRequest, HeadersTooLarge, InternalError, PayloadTooLarge
 from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
 from argosy_router.config import ServerLimits
 from argosy_router.http.limits import BodyMemory

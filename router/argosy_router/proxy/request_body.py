@@ -217,13 +217,7 @@ def with_another(body: bytes, field: bytes) -> bytes:
 
 _OPENAI: Final = frozenset(
     (
-        *(
-            "best_of",
-            "echo",
-            "frequency_penalty",
-            "function_call",
-            "functions",
-        ),
+        *("best_of", "echo", "frequency_penalty", "function_call", "functions"),
         *("logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata"),
         *("modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty", "prompt"),
         *("prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed"),

@@ -367,7 +367,7 @@ class StatefulRoutes:
         if size > self._max_conversation_bytes:
             raise PayloadTooLarge(
                 f"the conversation that the request continues or refers to exceeds the limit of "
-                f"{self._max_conversation_bytes} bytes; begin a new one with what is needed of it",
+                f"{self._max_conversation_bytes} bytes; begin a new one with what is needed of it"
             )
 
     async def _begin(
@@ -431,12 +431,7 @@ class StatefulRoutes:
             reserved.release()
 
     async def _answer(
-        self,
-        owner: str,
-        response_id: str,
-        action: bytes | None,
-        request: Request,
-        reserved: BodyReservation,
+        self, owner: str, response_id: str, action: bytes | None, request: Request, reserved: BodyReservation
     ) -> bytes:
         if action == b"cancel":
             require_method(request, b"POST")
