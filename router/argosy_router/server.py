@@ -79,7 +79,7 @@ from argosy_router.observability.request_log import AccessLog, UsageLedger
 from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.answer import CommentSchedule
 from argosy_router.proxy.application import BackgroundLoad, RouterApplication
-from argosy_router.proxy.exchange import Dispatcher, Exchange
+from argosy_router.proxy.exchange import Dispatcher, Exchange, Shared
 from argosy_router.proxy.large_bodies import LargeBodies
 from argosy_router.proxy.request_handler import QueuedCall, RequestHandler
 from argosy_router.proxy.resilience import Hedging, OutlierDetector, RetryBudgets
@@ -157,7 +157,7 @@ class Router:
         self.accounting = RequestAccounting(
             self.metrics, self._access_log, self._ledger, capture=self._capture, policy=config.policy or ""
         )
-        self.dispatcher = Dispatcher(
+        dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
             self.flow_control,
@@ -165,18 +165,12 @@ class Router:
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
-        self._outliers = OutlierDetector(self.fleet, self.metrics)
+        outliers = OutlierDetector(self.fleet, self.metrics)
         self.requests = RequestHandler(
             self.flow_control,
-            self.dispatcher,
-            self._outliers,
             RetryBudgets(self.fleet),
-            self.accounting,
-            wheel=self.wheel,
-            comments=CommentSchedule(
-                config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s
-            ),
-            now=now,
+            CommentSchedule(config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s),
+            Shared(dispatcher, outliers, self.accounting, self.wheel, now),
         )
         self._keys = ApiKeys(
             config.api_keys,
@@ -274,16 +268,7 @@ class Router:
             raise ConfigError(
                 f"--ext-proc-port needs gRPC ({error.name} is missing): `pip install '.[gateway]'` in the checkout"
             ) from None
-        intake = Intake(
-            self.application,
-            self.requests,
-            self.dispatcher,
-            self._outliers,
-            self.accounting,
-            limits=config.server,
-            memory=self.server.body_memory,
-            wheel=self.wheel,
-        )
+        intake = Intake(self.application, self.requests, config.server, self.server.body_memory)
         return ExtProcServer(config, intake)
 
     def _configured_discovery(self) -> Discovery:

@@ -51,6 +51,7 @@ from argosy_router.proxy.answer_tokens import Transcript
 from argosy_router.proxy.attempt import Attempt, AttemptListener, UpstreamIds
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.relay import (
+    MAX_HELD_BYTES,
     EngineError,
     Refused,
     StreamRelay,
@@ -161,6 +162,28 @@ class Dispatcher:
         return min(whole, max(self._first_byte_timeout_s, TTFT_FACTOR * choice.predicted_ttft_s))
 
 
+class Shared:
+    """What the requests of one router share."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        outliers: OutlierDetector,
+        accounting: RequestAccounting,
+        wheel: TimerWheel,
+        now: Callable[[], float],
+    ) -> None:
+        """`now` is a monotonic clock: not the loop's, which stands still between turns and counts milliseconds."""
+        self.dispatcher = dispatcher
+        self.outliers = outliers
+        self.accounting = accounting
+        self.wheel = wheel
+        self.now = now
+        self.upstream_ids = UpstreamIds()
+        self.event_memory = BodyMemory(MAX_HELD_BYTES)
+        """Of the unfinished events of all streams."""
+
+
 class Exchange(AttemptListener):
     """Sends one request, and forwards the answer."""
 
@@ -169,33 +192,23 @@ class Exchange(AttemptListener):
         answer: Answer,
         outcome: RequestOutcome,
         on_end: Callable[[RequestOutcome], None],
-        *,
-        dispatcher: Dispatcher,
-        outliers: OutlierDetector,
         retry_budget: RetryBudget,
-        accounting: RequestAccounting,
-        upstream_ids: UpstreamIds,
-        event_memory: BodyMemory,
-        wheel: TimerWheel,
-        now: Callable[[], float],
+        shared: Shared,
     ) -> None:
         """
         Args:
             outcome: the request's empty outcome record; `on_end` gets it when nothing changes it any more.
             retry_budget: its service's.
-            now: a monotonic clock.
         """
         self._answer = answer
         self.outcome = outcome
         self._call = outcome.call
         self._on_end = on_end
-        self._dispatcher = dispatcher
-        self._outliers = outliers
-        self._accounting = accounting
-        self._upstream_ids = upstream_ids
-        self._event_memory = event_memory
-        self._wheel = wheel
-        self._now = now
+        self._shared = shared
+        self._dispatcher = shared.dispatcher
+        self._outliers = shared.outliers
+        self._accounting = shared.accounting
+        self._now = shared.now
         self._attempt: Attempt | None = None
         """The last attempt that is no hedge, or a hedge that won."""
         self._hedge: Attempt | None = None
@@ -249,9 +262,9 @@ class Exchange(AttemptListener):
             choice,
             record,
             transcript,
-            BodyReservation(self._event_memory, call.service, 0),
-            wheel=self._wheel,
-            upstream_ids=self._upstream_ids,
+            BodyReservation(self._shared.event_memory, call.service, 0),
+            wheel=self._shared.wheel,
+            upstream_ids=self._shared.upstream_ids,
             first_byte_timeout_s=self._dispatcher.first_byte_timeout_s(call, choice),
             now=self._now,
         )

@@ -9,7 +9,6 @@ and flow control told that it ended. A queued call whose client leaves is taken 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -18,16 +17,12 @@ from argosy_protocol.errors import ApiError, BadRequest, TooManyRequests, Unavai
 from argosy_router.auth.accounts import Account, RateLimited
 from argosy_router.fair_queue import QueuedRequest
 from argosy_router.flow_control import FlowController
-from argosy_router.http.deadlines import TimerWheel
-from argosy_router.http.limits import BodyMemory
 from argosy_router.http.messages import Client, Request
-from argosy_router.proxy.accounting import RequestAccounting, RequestOutcome
+from argosy_router.proxy.accounting import RequestOutcome
 from argosy_router.proxy.answer import Answer, CommentSchedule
-from argosy_router.proxy.attempt import UpstreamIds
 from argosy_router.proxy.call import Call
-from argosy_router.proxy.exchange import Dispatcher, Exchange
-from argosy_router.proxy.relay import MAX_HELD_BYTES
-from argosy_router.proxy.resilience import OutlierDetector, RetryBudgets
+from argosy_router.proxy.exchange import Exchange, Shared
+from argosy_router.proxy.resilience import RetryBudgets
 
 
 class PendingRequest(Protocol):
@@ -124,27 +119,16 @@ class RequestHandler:
     def __init__(
         self,
         flow_control: FlowController,
-        dispatcher: Dispatcher,
-        outliers: OutlierDetector,
         retry_budgets: RetryBudgets,
-        accounting: RequestAccounting,
-        *,
-        wheel: TimerWheel,
         comments: CommentSchedule,
-        now: Callable[[], float] = time.monotonic,
+        shared: Shared,
     ) -> None:
-        """`now` is a monotonic clock: not the loop's, which stands still between turns and counts milliseconds."""
         self._flow_control = flow_control
-        self._dispatcher = dispatcher
-        self._outliers = outliers
         self._retry_budgets = retry_budgets
-        self._accounting = accounting
-        self._wheel = wheel
         self._comments = comments
-        self._upstream_ids = UpstreamIds()
-        self.event_memory = BodyMemory(MAX_HELD_BYTES)
-        """Of the unfinished events of all streams."""
-        self.now = now
+        self.shared = shared
+        self._accounting = shared.accounting
+        self.now = shared.now
         self.inflight = 0
         """Requests that have not ended, including queued ones."""
         self.idle = asyncio.Event()
@@ -161,21 +145,10 @@ class RequestHandler:
             on_end: called when it has ended.
         """
         outcome = RequestOutcome(call, started)
-        answer = Answer(client, outcome, wheel=self._wheel, comments=self._comments, now=self.now)
-        exchange = Exchange(
-            answer,
-            outcome,
-            self.on_end if on_end is None else partial(self._on_end_of, on_end),
-            dispatcher=self._dispatcher,
-            outliers=self._outliers,
-            retry_budget=self._retry_budgets.of(call.service, self.now()),
-            accounting=self._accounting,
-            upstream_ids=self._upstream_ids,
-            event_memory=self.event_memory,
-            wheel=self._wheel,
-            now=self.now,
-        )
-        self.take(exchange, client)
+        answer = Answer(client, outcome, wheel=self.shared.wheel, comments=self._comments, now=self.now)
+        ended = self.on_end if on_end is None else partial(self._on_end_of, on_end)
+        budget = self._retry_budgets.of(call.service, self.now())
+        self.take(Exchange(answer, outcome, ended, budget, self.shared), client)
 
     def charge(self, request: Request, account: Account) -> None:
         """Charge a request to its key's limits, before its body is read.
