@@ -429,6 +429,8 @@ _RETURNED: Final = (
 )
 
 CountRejection = Callable[[bytes, int, ErrorReason], None]
+Refuse = Callable[[Client, bytes, ApiError, bytes], None]
+"""`RouterApplication.refuse`"""
 
 
 class ForwardedUpload:

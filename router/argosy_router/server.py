@@ -244,7 +244,7 @@ class Router:
             stored,
             BackgroundResponses(stored, find=self.large_bodies.find_response),
             self.application.create_response,
-            self.accounting.count_rejection,
+            self.application.refuse,
             self.config.server.max_body_bytes,
             self.server.body_memory,
             self.large_bodies.find_response,

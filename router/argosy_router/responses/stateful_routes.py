@@ -16,15 +16,15 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from argosy_protocol.batch_program import PIECE_BYTES, pieces
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
-    ErrorReason,
     InternalError,
     PayloadTooLarge,
     Unavailable,
@@ -54,10 +54,11 @@ from argosy_protocol.responses import (
 )
 from argosy_protocol.responses_chat import responses_as_chat
 from argosy_router.auth.accounts import Account
+from argosy_router.batch import PendingAnswer, Refuse
 from argosy_router.http.deadlines import in_turns
 from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.messages import Client, ClientListener, Request
-from argosy_router.proxy.answer import error_body, error_headers, id_headers
+from argosy_router.proxy.answer import id_headers
 from argosy_router.proxy.call import no_route, require_json, require_method
 from argosy_router.proxy.ended_response import Find
 from argosy_router.proxy.request_body import takes_long, with_fields
@@ -69,8 +70,6 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 4096
 """Requests that wait for the storage at a time. Owners share them (`OwnerSlots`)."""
-PIECE_BYTES: Final = 256 * 1024
-"""A longer answer is sent as its client reads it. Until all of it is sent it counts in the memory of bodies."""
 _TRUE: Final = frozenset(("true", "True", "1"))
 _JSON: Final = b"content-type: application/json\r\n"
 _COUNT: Final = b"/v1/responses/input_tokens"
@@ -80,37 +79,13 @@ Send = Callable[[Client, Request, Account, bytes, bytes], None]
 """Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
 
 
-class _Pending:
-    """A client whose request waits for the storage. A `ClientListener`."""
+class _Asked(NamedTuple):
+    """A request, and whose it is."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.task: asyncio.Task[None] | None = None
-        self._may_write = asyncio.Event()
-        self._may_write.set()
-        client.attach(self)
-
-    async def respond(self, headers: bytes, body: bytes) -> None:
-        """Answer with status 200, and a long body as the client reads it. Returns once what is left is in the
-        connection's own buffer."""
-        if len(body) <= PIECE_BYTES:
-            self.client.respond(200, headers, body)
-            return
-        self.client.start(200, headers, body[:PIECE_BYTES])
-        for start in range(PIECE_BYTES, len(body), PIECE_BYTES):
-            await self._may_write.wait()
-            self.client.send(body[start : start + PIECE_BYTES])
-        self.client.finish()
-
-    def on_client_lost(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    def on_client_paused(self) -> None:
-        self._may_write.clear()
-
-    def on_client_resumed(self) -> None:
-        self._may_write.set()
+    client: Client
+    request: Request
+    account: Account
+    id: bytes
 
 
 class _EndingClient:
@@ -175,7 +150,7 @@ class StatefulRoutes:
         stored: ResponseStore,
         background: BackgroundResponses,
         send: Send,
-        count_rejection: Callable[[bytes, int, ErrorReason], None],
+        refuse: Refuse,
         max_conversation_bytes: int,
         memory: BodyMemory,
         find: Find,
@@ -185,13 +160,12 @@ class StatefulRoutes:
             memory: of request bodies; what is loaded for a request counts in it, from before it is read until the
                 request has ended, or is answered with it.
             find: finds the response in an answer.
-            count_rejection: counts a refusal by its request's id, status and reason.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
         self._stored = stored
         self._background = background
         self._send = send
-        self._count_rejection = count_rejection
+        self._refuse = refuse
         self._max_conversation_bytes = max_conversation_bytes
         self._memory = memory
         self._find_response = find
@@ -211,29 +185,23 @@ class StatefulRoutes:
         path = _PATH.fullmatch(request.path)
         if path is None:
             raise no_route(request)
-        owner, response_id = account.name, (path[1] or b"").decode("latin-1")
+        of, response_id = _Asked(client, request, account, request_id), (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
-            self._later(
-                client,
-                owner,
-                lambda pending: self._respond(pending, owner, response_id, path[2], request, request_id),
-            )
+            self._later(of, lambda answer: self._respond(of, answer, response_id, path[2]))
             return
         require_method(request, b"POST")
         require_json(request)
         if takes_long(request.body):
-            self._later(
-                client, owner, lambda _: self._read(client, request, account, request_id, is_count=is_count)
-            )
+            self._later(of, lambda _: self._read(of, is_count=is_count))
             return
         asked = decode_responses_request(request.body)
         if is_count:
             asked = _counted(asked)
         if not (asked.background or referenced_responses(asked)):
-            self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
+            self._create(of, asked, resolved_items(asked, {}))
             return
-        self._later(client, owner, lambda _: self._resolve(client, request, account, request_id, asked))
+        self._later(of, lambda _: self._resolve(of, asked))
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end what is generated in the background."""
@@ -243,32 +211,36 @@ class StatefulRoutes:
         await self._background.close()
         await self._stored.close()
 
-    def _later(
-        self, client: Client, owner: str, work: Callable[[_Pending], Coroutine[Any, Any, None]]
-    ) -> None:
-        if not self._slots.take(owner):
+    def _later(self, of: _Asked, work: Callable[[PendingAnswer], Coroutine[Any, Any, None]]) -> None:
+        """Answer in a task, which ends with the client's connection."""
+        client, request, account, request_id = of
+        if not self._slots.take(account.name):
             raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
-        pending = _Pending(client)
-        pending.task = task = asyncio.create_task(work(pending), name="responses")
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._on_done(task, owner))
+        answer = PendingAnswer(client)
 
-    def _on_done(self, task: asyncio.Task[None], owner: str) -> None:
-        self._tasks.discard(task)
-        self._slots.release(owner)
+        async def run() -> None:
+            try:
+                await work(answer)
+            except ApiError as error:
+                self._refuse(client, request_id, error, request.path)
+            except Exception:
+                log.exception("request %s failed", request_id.decode())
+                self._refuse(client, request_id, InternalError("internal error"), request.path)
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._slots.release(account.name)
+
+        task = asyncio.create_task(run(), name="responses")
+        answer.on_lost = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(on_done)
 
     # creation
 
-    def _create(
-        self,
-        client: Client,
-        request: Request,
-        account: Account,
-        request_id: bytes,
-        asked: ResponsesRequest,
-        conversation: list[ResponseItem],
-    ) -> None:
+    def _create(self, of: _Asked, asked: ResponsesRequest, conversation: list[ResponseItem]) -> None:
         """Route a request whose input is the whole conversation."""
+        client, request, account, request_id = of
         response_id = self._stored.new_id()
         if asked.store:
             owner = account.name
@@ -289,25 +261,14 @@ class StatefulRoutes:
             )
         self._send(client, request, account, request_id, response_id.encode())
 
-    async def _read(
-        self, client: Client, request: Request, account: Account, request_id: bytes, *, is_count: bool
-    ) -> None:
+    async def _read(self, of: _Asked, *, is_count: bool) -> None:
         """Read a large body in steps, and answer as its request asks."""
-        try:
-            asked = await in_turns(decoding_responses_request(request.body))
-        except ApiError as error:
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            self._refuse(client, InternalError("internal error"), request, request_id)
-        else:
-            asked = _counted(asked) if is_count else asked
-            await self._resolve(client, request, account, request_id, asked)
+        asked = await in_turns(decoding_responses_request(of.request.body))
+        await self._resolve(of, _counted(asked) if is_count else asked)
 
-    async def _resolve(
-        self, client: Client, request: Request, account: Account, request_id: bytes, asked: ResponsesRequest
-    ) -> None:
+    async def _resolve(self, of: _Asked, asked: ResponsesRequest) -> None:
         """Put the conversation into a request's input, and route it."""
+        request, account = of.request, of.account
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             found = await self._found(account.name, asked, reserved)
@@ -319,20 +280,13 @@ class StatefulRoutes:
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
                 reserved.grow(request.body_bytes)
-                await self._begin(client, request, account, request_id, asked, conversation, reserved)
+                await self._begin(of, asked, conversation, reserved)
             else:
-                client = _EndingClient(client, reserved.release)
-                self._create(client, request, account, request_id, asked, conversation)
-        except asyncio.CancelledError:
+                client = _EndingClient(of.client, reserved.release)
+                self._create(of._replace(client=client), asked, conversation)
+        except BaseException:
             reserved.release()
             raise
-        except ApiError as error:
-            reserved.release()
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            reserved.release()
-            self._refuse(client, InternalError("internal error"), request, request_id)
 
     async def _found(
         self, owner: str, asked: ResponsesRequest, reserved: BodyReservation
@@ -372,15 +326,13 @@ class StatefulRoutes:
 
     async def _begin(
         self,
-        client: Client,
-        request: Request,
-        account: Account,
-        request_id: bytes,
+        of: _Asked,
         asked: ResponsesRequest,
         conversation: list[ResponseItem],
         reserved: BodyReservation,
     ) -> None:
         """Generate a response in the background."""
+        client, request, account, request_id = of
         owner, response_id = account.name, self._stored.new_id()
         if not takes_long(request.body):
             responses_as_chat(asked, conversation)  # its client is told of errors while it waits
@@ -403,15 +355,10 @@ class StatefulRoutes:
     # stored responses
 
     async def _respond(
-        self,
-        pending: _Pending,
-        owner: str,
-        response_id: str,
-        action: bytes | None,
-        request: Request,
-        request_id: bytes,
+        self, of: _Asked, pending: PendingAnswer, response_id: str, action: bytes | None
     ) -> None:
-        client, ids = pending.client, id_headers(request_id, request.path)
+        client, request, owner = of.client, of.request, of.account.name
+        ids = id_headers(of.id, request.path)
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             query = _query(request)
@@ -421,12 +368,10 @@ class StatefulRoutes:
                 self._background.follow(client, owner, response_id, position, ids)
             else:
                 answer = await self._answer(owner, response_id, action, request, reserved)
-                await pending.respond(_JSON + ids, answer)
-        except ApiError as error:
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            self._refuse(client, InternalError("internal error"), request, request_id)
+                if len(answer) <= PIECE_BYTES:
+                    client.respond(200, _JSON + ids, answer)
+                else:  # returns once what is left is in the connection's own buffer
+                    await pending.stream(_JSON + ids, pieces(answer))
         finally:
             reserved.release()
 
@@ -484,11 +429,6 @@ class StatefulRoutes:
         record = await self._find(owner, response_id, reserved)
         paging = paging_items(record, after=query.get("after"), limit=limit, order=direction)
         return msgspec.json.encode(await in_turns(paging))
-
-    def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
-        self._count_rejection(request_id, error.http_status, error.reason())
-        headers = error_headers(error) + id_headers(request_id, request.path)
-        client.respond(error.http_status, headers, error_body(error, request.path))
 
 
 def _counted(asked: ResponsesRequest) -> ResponsesRequest:
