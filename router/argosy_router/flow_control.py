@@ -506,11 +506,8 @@ class FlowController:
         sequences: int = 1,
         account: Account | None = None,
     ) -> bool:
-        """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it.
-
-        Args:
-            name: what the replica must serve.
-        """
+        """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it. `name`: what the
+        replica must serve."""
         queue = self._queues.get(service) or self._add_queue(service, now)
         return queue.try_admit(now, name, sequences, account)
 

@@ -685,11 +685,7 @@ _STORED = (
 
 
 def documented_routes(endpoints: Iterable[str], *, has_storage: bool) -> Iterator[Route]:
-    """Yield the routes of the main port.
-
-    Args:
-        endpoints: paths of the requests that the router sends to replicas.
-    """
+    """Yield the routes of the main port; `endpoints`: paths of the requests that the router sends to replicas."""
     for path in endpoints:
         yield Route("POST", path, GENERATION[path])
     yield from MODELS

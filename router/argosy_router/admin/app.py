@@ -14,6 +14,7 @@ import ipaddress
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -390,26 +391,21 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
     rng.setstate(fleet.rng.getstate())
     tokens = service.lengths.tokens(prompt)
-    try:
-        candidates = service.candidates.below_limit(now, name=prompt.name)
-        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
-    except ApiError as error:
-        return Explanation(
-            model=service.spec.model,
-            service=service.spec.qualified_name,
-            policy=policy,
-            prompt_tokens=tokens,
-            prompt_chunks=len(prompt.hashes),
-            replica=None,
-            reason=error.message,
-            excluded=_excluded(service, prompt, (), now),
-        )
-    return Explanation(
+    explained = partial(
+        Explanation,
         model=service.spec.model,
         service=service.spec.qualified_name,
         policy=policy,
         prompt_tokens=tokens,
         prompt_chunks=len(prompt.hashes),
+    )
+    try:
+        candidates = service.candidates.below_limit(now, name=prompt.name)
+        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
+    except ApiError as error:
+        excluded = _excluded(service, prompt, (), now)
+        return explained(replica=None, reason=error.message, excluded=excluded)
+    return explained(
         replica=choice.replica.name,
         reason=choice.decision.reason,
         predicted_cached_tokens=choice.decision.predicted_tokens,

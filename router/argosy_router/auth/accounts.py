@@ -281,11 +281,8 @@ class Account(KeyLimits):
         self.apply(terms, now, secret)
 
     def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
-        """Apply new terms from the next request on; what was used of the old limits stays used.
-
-        Args:
-            secret: up to 64 bytes that no other account knows; empty only where the cache is shared.
-        """
+        """Apply new terms from the next request on; what was used of the old limits stays used. `secret`: up to 64
+        bytes that no other account knows; empty only where the cache is shared."""
         assert secret or terms.cache == "shared"
         self.name = terms.name
         self.weight = terms.weight

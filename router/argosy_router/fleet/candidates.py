@@ -238,13 +238,10 @@ class Capacity:
                 self._with_large_calls.pop(load, None)
 
     def free(self, account: object = None) -> int:
-        """Return how many more sequences the replicas can take together; zero or less if they are full.
-
-        Args:
-            account: whose sequences they would be. Other accounts' calls with several sequences then count as half of a
-                replica's batch at most: an engine gives slots that such calls hold beyond that to others, so these need
-                not wait until the calls have ended. Without an account they count in full.
-        """
+        """Return how many more sequences the replicas can take together; zero or less if they are full. `account`:
+        whose sequences they would be. Other accounts' calls with several sequences then count as half of a replica's
+        batch at most: an engine gives slots that such calls hold beyond that to others, so these need not wait until
+        the calls have ended. Without an account they count in full."""
         if self._num_unknown:
             return NO_LIMIT
         if account is None or not self._with_large_calls:

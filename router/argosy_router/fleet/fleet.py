@@ -476,10 +476,7 @@ class Fleet:
 
 def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -> None:
     """Fail the requests at a silent replica, so that they move to a healthy one; without a healthy one they wait.
-
-    Args:
-        is_certain: also fail requests whose response has begun, not only those without a response.
-    """
+    `is_certain`: also fail requests whose response has begun, not only those without a response."""
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_healthy for other in others):
         replica.pool.fail_requests(FirstByteTimeout("the replica fell silent"), include_begun=is_certain)

@@ -33,11 +33,8 @@ STALL_STEPS: Final = 5.0
 
 
 def stall_bound_s(longest_step_s: float) -> float:
-    """Return how long a core with work may be silent before its requests move to other replicas.
-
-    Args:
-        longest_step_s: its longest recent step; zero if unknown.
-    """
+    """Return how long a core with work may be silent before its requests move to other replicas; `longest_step_s`: its
+    longest recent step; zero if unknown."""
     if not longest_step_s:
         return SUSPECT_STEP_AGE_S
     return max(MIN_STALL_S, STALL_STEPS * longest_step_s)

@@ -349,11 +349,8 @@ class ReplicaKey:
         return self.current == self._service.newest
 
     def refused(self, key: str, tried: Collection[str]) -> bool:
-        """Note that the replica refused `key`. Returns whether `current` is one to try now.
-
-        Args:
-            tried: keys that the request was sent with, `key` included.
-        """
+        """Note that the replica refused `key`. Returns whether `current` is one to try now. `tried`: keys that the
+        request was sent with, `key` included."""
         if self.current == key:
             keys = self._service.all
             position = keys.index(key) + 1 if key in keys else 0
