@@ -128,7 +128,6 @@ class RequestHandler:
         self._comments = comments
         self.shared = shared
         self._accounting = shared.accounting
-        self.now = shared.now
         self.inflight = 0
         """Requests that have not ended, including queued ones."""
         self.idle = asyncio.Event()
@@ -145,10 +144,16 @@ class RequestHandler:
             on_end: called when it has ended.
         """
         outcome = RequestOutcome(call, started)
-        answer = Answer(client, outcome, wheel=self.shared.wheel, comments=self._comments, now=self.now)
+        answer = Answer(
+            client, outcome, wheel=self.shared.wheel, comments=self._comments, now=self.shared.now
+        )
         ended = self.on_end if on_end is None else partial(self._on_end_of, on_end)
         budget = self._retry_budgets.of(call.service, self.now())
         self.take(Exchange(answer, outcome, ended, budget, self.shared), client)
+
+    def now(self) -> float:
+        """Return the time by the monotonic clock of requests."""
+        return self.shared.now()
 
     def charge(self, request: Request, account: Account) -> None:
         """Charge a request to its key's limits, before its body is read.
@@ -183,7 +188,7 @@ class RequestHandler:
                 flow_control.retract(call.service, now, sequences)
             else:
                 return
-        queued = QueuedCall(flow_control, request, client, self.now)
+        queued = QueuedCall(flow_control, request, client, self.shared.now)
         client.attach(queued)
         try:
             flow_control.enqueue(call.service, queued.request, now)
