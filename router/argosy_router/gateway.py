@@ -330,7 +330,7 @@ class GatewayRequest:
             pseudo.get(b":method", b""), pseudo.get(b":path", b""), fields, is_http10=False, keep_alive=True
         )
         self._request.is_from_gateway = True
-        self._request_id = request_id_for(self._request.header(b"x-request-id"))
+        self._request.id = request_id_for(self._request.header(b"x-request-id"))
         self._received: bytes | bytearray = b""
         self._body = BodyReservation(intake.memory, None, 0)
         self._limit = 0
@@ -401,9 +401,7 @@ class GatewayRequest:
         request.body, self._received = bytes(self._received), b""
         request.body_bytes = len(request.body)
         started = intake.requests.now()
-        if not intake.application.decode_for_gateway(
-            self, request, self._request_id, lambda call: self._take(call, started)
-        ):
+        if not intake.application.decode_for_gateway(self, request, lambda call: self._take(call, started)):
             intake.application.on_request(self, request)
 
     def _take(self, call: Call, now: float) -> None:
@@ -444,7 +442,7 @@ class GatewayRequest:
         self._received = b""
         if self.decided.done():
             return
-        self._intake.application.refuse(self, self._request_id, error, self._request.path)
+        self._intake.application.refuse(self, self._request, error)
 
     # the application's client
 

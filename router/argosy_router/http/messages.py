@@ -67,6 +67,8 @@ class Request:
         self.body = b""
         self.body_bytes = 0
         """Size of the body as received; the application may have dropped `body` itself."""
+        self.id = b""
+        """The application's, for the answer and logs; empty before it has one."""
         self.account: object = None
         """Whose shares of the server's memory and connections the request takes, as the application names it; None for
         a client that cannot be told from others."""

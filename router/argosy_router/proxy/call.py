@@ -277,6 +277,13 @@ def require_json(request: Request) -> None:
         raise UnsupportedMediaType("content-encoding is not supported")
 
 
+def account_of(request: Request) -> Account:
+    """Return the account that a request has shown a key of."""
+    account = request.grant
+    assert isinstance(account, Account), "`on_head` lets only accounts in"
+    return account
+
+
 def is_large(body: bytes, account: Account, now: float) -> bool:
     """Whether another process reads a body: a long one, or if its account sends much in little time. A body of more
     than `_SMALL_BODY_BYTES` that is read here is counted as sent."""
@@ -290,7 +297,6 @@ def decode_call(
     fleet: Fleet,
     endpoint: RoutedEndpoint,
     request: Request,
-    request_id: bytes,
     account: Account,
     response_id: bytes = b"",
 ) -> Call:
@@ -306,7 +312,7 @@ def decode_call(
     """
     body = request.body
     examined, prompts = examine(endpoint, body, has_state=bool(response_id))
-    draft = CallDraft(fleet, endpoint, request, examined, request_id, account, response_id)
+    draft = CallDraft(fleet, endpoint, request, examined, account, response_id)
     if draft.changes:
         body = with_fields(body, draft.changes)
     return draft.call(draft.with_additions(body), measure(prompts, draft.seed))
@@ -321,7 +327,6 @@ class CallDraft:
         endpoint: RoutedEndpoint,
         request: Request,
         examined: Examined,
-        request_id: bytes,
         account: Account,
         response_id: bytes,
     ) -> None:
@@ -335,7 +340,7 @@ class CallDraft:
         self.request = request
         self.account = account
         self.response_id = response_id
-        self.request_id = request_id_in_body(examined.request_id, request.header(b"x-request-id"), request_id)
+        self.request_id = request_id_in_body(examined.request_id, request.header(b"x-request-id"), request.id)
         service, self.adapter = find_service(fleet, examined.model, account)
         if not may_use(fleet, account, examined.model, service, self.adapter):
             raise unknown_model(fleet, examined.model, account)

@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -53,13 +53,12 @@ from argosy_protocol.responses import (
     with_status,
 )
 from argosy_protocol.responses_chat import responses_as_chat
-from argosy_router.auth.accounts import Account
 from argosy_router.batch import PendingAnswer, Refuse
 from argosy_router.http.deadlines import in_turns
 from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.messages import Client, ClientListener, Request
 from argosy_router.proxy.answer import id_headers
-from argosy_router.proxy.call import no_route, require_json, require_method
+from argosy_router.proxy.call import account_of, no_route, require_json, require_method
 from argosy_router.proxy.ended_response import Find
 from argosy_router.proxy.request_body import takes_long, with_fields
 from argosy_router.responses.background_responses import BackgroundResponses
@@ -75,17 +74,8 @@ _JSON: Final = b"content-type: application/json\r\n"
 _COUNT: Final = b"/v1/responses/input_tokens"
 _PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_items))?)?")
 
-Send = Callable[[Client, Request, Account, bytes, bytes], None]
-"""Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
-
-
-class _Asked(NamedTuple):
-    """A request, and whose it is."""
-
-    client: Client
-    request: Request
-    account: Account
-    id: bytes
+Send = Callable[[Client, Request, bytes], None]
+"""Routes a request: its client, itself, and the id of its response."""
 
 
 class _EndingClient:
@@ -172,11 +162,11 @@ class StatefulRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = OwnerSlots(MAX_PENDING)
 
-    def on_head(self, request: Request, account: Account) -> bool:
+    def on_head(self, request: Request) -> bool:
         """Whether the body of a request will be used, by its head."""
         return request.method == b"POST" and _PATH.fullmatch(request.path) is not None
 
-    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+    def on_request(self, client: Client, request: Request) -> None:
         """Answer now or later.
 
         Raises:
@@ -185,23 +175,25 @@ class StatefulRoutes:
         path = _PATH.fullmatch(request.path)
         if path is None:
             raise no_route(request)
-        of, response_id = _Asked(client, request, account, request_id), (path[1] or b"").decode("latin-1")
+        response_id = (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
-            self._later(of, lambda answer: self._respond(of, answer, response_id, path[2]))
+            self._later(
+                client, request, lambda answer: self._respond(client, request, answer, response_id, path[2])
+            )
             return
         require_method(request, b"POST")
         require_json(request)
         if takes_long(request.body):
-            self._later(of, lambda _: self._read(of, is_count=is_count))
+            self._later(client, request, lambda _: self._read(client, request, is_count=is_count))
             return
         asked = decode_responses_request(request.body)
         if is_count:
             asked = _counted(asked)
         if not (asked.background or referenced_responses(asked)):
-            self._create(of, asked, resolved_items(asked, {}))
+            self._create(client, request, asked, resolved_items(asked, {}))
             return
-        self._later(of, lambda _: self._resolve(of, asked))
+        self._later(client, request, lambda _: self._resolve(client, request, asked))
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end what is generated in the background."""
@@ -211,10 +203,12 @@ class StatefulRoutes:
         await self._background.close()
         await self._stored.close()
 
-    def _later(self, of: _Asked, work: Callable[[PendingAnswer], Coroutine[Any, Any, None]]) -> None:
+    def _later(
+        self, client: Client, request: Request, work: Callable[[PendingAnswer], Coroutine[Any, Any, None]]
+    ) -> None:
         """Answer in a task, which ends with the client's connection."""
-        client, request, account, request_id = of
-        if not self._slots.take(account.name):
+        owner = account_of(request).name
+        if not self._slots.take(owner):
             raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
         answer = PendingAnswer(client)
 
@@ -222,14 +216,14 @@ class StatefulRoutes:
             try:
                 await work(answer)
             except ApiError as error:
-                self._refuse(client, request_id, error, request.path)
+                self._refuse(client, request, error)
             except Exception:
-                log.exception("request %s failed", request_id.decode())
-                self._refuse(client, request_id, InternalError("internal error"), request.path)
+                log.exception("request %s failed", request.id.decode())
+                self._refuse(client, request, InternalError("internal error"))
 
         def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            self._slots.release(account.name)
+            self._slots.release(owner)
 
         task = asyncio.create_task(run(), name="responses")
         answer.on_lost = task.cancel
@@ -238,12 +232,13 @@ class StatefulRoutes:
 
     # creation
 
-    def _create(self, of: _Asked, asked: ResponsesRequest, conversation: list[ResponseItem]) -> None:
+    def _create(
+        self, client: Client, request: Request, asked: ResponsesRequest, conversation: list[ResponseItem]
+    ) -> None:
         """Route a request whose input is the whole conversation."""
-        client, request, account, request_id = of
         response_id = self._stored.new_id()
         if asked.store:
-            owner = account.name
+            owner = account_of(request).name
 
             async def store(response: msgspec.Raw) -> None:
                 items = await in_turns(identifying(conversation, response_id))
@@ -259,19 +254,18 @@ class StatefulRoutes:
                 self._find_response,
                 owner,
             )
-        self._send(client, request, account, request_id, response_id.encode())
+        self._send(client, request, response_id.encode())
 
-    async def _read(self, of: _Asked, *, is_count: bool) -> None:
+    async def _read(self, client: Client, request: Request, *, is_count: bool) -> None:
         """Read a large body in steps, and answer as its request asks."""
-        asked = await in_turns(decoding_responses_request(of.request.body))
-        await self._resolve(of, _counted(asked) if is_count else asked)
+        asked = await in_turns(decoding_responses_request(request.body))
+        await self._resolve(client, request, _counted(asked) if is_count else asked)
 
-    async def _resolve(self, of: _Asked, asked: ResponsesRequest) -> None:
+    async def _resolve(self, client: Client, request: Request, asked: ResponsesRequest) -> None:
         """Put the conversation into a request's input, and route it."""
-        request, account = of.request, of.account
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
-            found = await self._found(account.name, asked, reserved)
+            found = await self._found(account_of(request).name, asked, reserved)
             conversation = await in_turns(resolving(asked, found))
             if found:
                 request.body = with_fields(
@@ -280,10 +274,10 @@ class StatefulRoutes:
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
                 reserved.grow(request.body_bytes)
-                await self._begin(of, asked, conversation, reserved)
+                await self._begin(client, request, asked, conversation, reserved)
             else:
-                client = _EndingClient(of.client, reserved.release)
-                self._create(of._replace(client=client), asked, conversation)
+                client = _EndingClient(client, reserved.release)
+                self._create(client, request, asked, conversation)
         except BaseException:
             reserved.release()
             raise
@@ -326,14 +320,14 @@ class StatefulRoutes:
 
     async def _begin(
         self,
-        of: _Asked,
+        client: Client,
+        request: Request,
         asked: ResponsesRequest,
         conversation: list[ResponseItem],
         reserved: BodyReservation,
     ) -> None:
         """Generate a response in the background."""
-        client, request, account, request_id = of
-        owner, response_id = account.name, self._stored.new_id()
+        owner, response_id = account_of(request).name, self._stored.new_id()
         if not takes_long(request.body):
             responses_as_chat(asked, conversation)  # its client is told of errors while it waits
         queued = msgspec.json.encode(
@@ -343,10 +337,10 @@ class StatefulRoutes:
         record = StoredResponse(msgspec.Raw(queued), items)
 
         def send(run: Client) -> None:
-            self._send(run, request, account, request_id, response_id.encode())
+            self._send(run, request, response_id.encode())
 
         await self._background.start(owner, response_id, record, asked.stream, reserved, send)
-        ids = id_headers(request_id, request.path)
+        ids = id_headers(request.id, request.path)
         if asked.stream:
             self._background.follow(client, owner, response_id, 0, ids)
         else:
@@ -355,10 +349,14 @@ class StatefulRoutes:
     # stored responses
 
     async def _respond(
-        self, of: _Asked, pending: PendingAnswer, response_id: str, action: bytes | None
+        self,
+        client: Client,
+        request: Request,
+        pending: PendingAnswer,
+        response_id: str,
+        action: bytes | None,
     ) -> None:
-        client, request, owner = of.client, of.request, of.account.name
-        ids = id_headers(of.id, request.path)
+        owner, ids = account_of(request).name, id_headers(request.id, request.path)
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             query = _query(request)
