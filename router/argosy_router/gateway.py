@@ -42,9 +42,8 @@ from argosy_router.proxy.answer import error_body, error_headers, id_headers
 from argosy_router.proxy.application import RouterApplication
 from argosy_router.proxy.attempt import request_head
 from argosy_router.proxy.call import Call, request_id_for
-from argosy_router.proxy.exchange import Shared
+from argosy_router.proxy.exchange import RequestHandler, Shared
 from argosy_router.proxy.relay import Refused, StreamRelay, UnaryRelay, is_error, refusal
-from argosy_router.proxy.request_handler import RequestHandler
 
 _LOCAL_REPLY: Final = b"text/plain"
 """Content type of the responses that Envoy makes itself. Engines answer errors in JSON."""

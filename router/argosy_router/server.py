@@ -79,9 +79,8 @@ from argosy_router.observability.request_log import AccessLog, UsageLedger
 from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.answer import CommentSchedule
 from argosy_router.proxy.application import BackgroundLoad, RouterApplication
-from argosy_router.proxy.exchange import Dispatcher, Exchange, Shared
+from argosy_router.proxy.exchange import Dispatcher, Exchange, QueuedCall, RequestHandler, Shared
 from argosy_router.proxy.large_bodies import LargeBodies
-from argosy_router.proxy.request_handler import QueuedCall, RequestHandler
 from argosy_router.proxy.resilience import Hedging, OutlierDetector, RetryBudgets
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.response_store import ResponseStore

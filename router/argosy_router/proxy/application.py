@@ -65,9 +65,9 @@ from argosy_router.proxy.call import (
     require_method,
     unknown_model,
 )
+from argosy_router.proxy.exchange import RequestHandler
 from argosy_router.proxy.large_bodies import LargeBodies
 from argosy_router.proxy.request_body import LARGE_BODY_BYTES, RoutedEndpoint
-from argosy_router.proxy.request_handler import RequestHandler
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Trace, Tracer
