@@ -12,6 +12,7 @@ import collections
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -86,50 +87,41 @@ class BatchMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.ended = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        self.ended = counter(
             "argosy_batch_batches_ended",
             "Batches that this process ran to their end, by their last status.",
             ["status"],
-            registry=self.registry,
         )
-        self.requests = Counter(
+        self.requests = counter(
             "argosy_batch_requests",
             "Requests of batches by outcome: completed, failed, or retried after 429, 503 or a failure.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.batches = Gauge(
+        self.batches = gauge(
             "argosy_batch_batches",
             "Batches that have not ended: by status those that this process runs; elsewhere: those that other "
             "processes run, or none yet.",
             ["status"],
-            registry=self.registry,
         )
-        self.inflight = Gauge(
-            "argosy_batch_requests_inflight",
-            "Requests of batches that this process has in flight.",
-            registry=self.registry,
+        self.inflight = gauge(
+            "argosy_batch_requests_inflight", "Requests of batches that this process has in flight."
         )
-        self.stored_bytes = Gauge(
+        self.stored_bytes = gauge(
             "argosy_batch_stored_bytes",
             "Bytes of all keys' files, batches and responses in the storage, at the last sweep.",
-            registry=self.registry,
         )
-        self.stored_objects = Gauge(
+        self.stored_objects = gauge(
             "argosy_batch_stored_objects",
             "Number of files, batches and responses in the storage, at the last sweep.",
-            registry=self.registry,
         )
-        self.quarantined = Gauge(
+        self.quarantined = gauge(
             "argosy_batch_quarantined_objects",
             "Objects that could not be read, and were put aside, since the process started.",
-            registry=self.registry,
         )
-        self.restarts = Counter(
-            "argosy_batch_task_restarts",
-            "Parts of the program that failed, and were begun anew.",
-            ["task"],
-            registry=self.registry,
+        self.restarts = counter(
+            "argosy_batch_task_restarts", "Parts of the program that failed, and were begun anew.", ["task"]
         )
 
     def follow(

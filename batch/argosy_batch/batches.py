@@ -55,11 +55,8 @@ class BatchRecords:
     async def update(
         self, owner: str, batch_id: str, change: Callable[[StoredBatch], StoredBatch | None]
     ) -> StoredBatch | None:
-        """Change a batch; return it as it is then, or None if there is none.
-
-        Args:
-            change: returns the changed batch, or None to leave it; called again if another change came first.
-        """
+        """Change a batch; return it as it is then, or None if there is none. `change`: returns the changed batch, or
+        None to leave it; called again if another change came first."""
         for _ in range(_ATTEMPTS):
             found = await self._store.read_as(
                 batch_program.BATCHES, owner, batch_id, batch_program.decode_stored
@@ -327,11 +324,8 @@ class BatchesApi:
         return stored.batch
 
     async def lease_again(self, documents: Iterable[str]) -> None:
-        """Make the leases of batches that have not ended and have none, so that they end.
-
-        Args:
-            documents: where the documents of the storage are, as `ObjectStore.sweep` found them.
-        """
+        """Make the leases of batches that have not ended and have none, so that they end; `documents`: where the
+        documents of the storage are, as `ObjectStore.sweep` found them."""
         stored = set()
         for document in documents:
             parts = document.split("/")

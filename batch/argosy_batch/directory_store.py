@@ -62,11 +62,8 @@ class StorageThreads:
         """Calls that a thread is still in after their deadline."""
 
     def submit(self, call: Callable[[], T], *, is_required: bool = False) -> Future[T]:
-        """Run a call in a thread some time. May be called from any thread.
-
-        Args:
-            is_required: run it however late; otherwise it is cancelled at once while all threads hang.
-        """
+        """Run a call in a thread some time. May be called from any thread. `is_required`: run it however late;
+        otherwise it is cancelled at once while all threads hang."""
         work: Future[T] = Future()
         if self._all_hang and not is_required:
             work.cancel()

@@ -471,13 +471,7 @@ class ObjectStore:
     # contents
 
     async def upload(
-        self,
-        kind: str,
-        owner: str,
-        object_id: str,
-        chunks: AsyncIterable[bytes],
-        *,
-        is_counted: bool = True,
+        self, kind: str, owner: str, object_id: str, chunks: AsyncIterable[bytes], *, is_counted: bool = True
     ) -> int:
         """Store a content from its pieces, before its document; return its size. If `chunks` raises, nothing is
         stored, and the exception goes on.

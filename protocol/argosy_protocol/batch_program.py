@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Annotated, Final, Generic, Literal, TypeVar
 from urllib.parse import quote, unquote
 
@@ -95,7 +95,7 @@ def batch_keys(fleet_keys: Sequence[bytes]) -> list[str]:
     return [internal_key(key, BATCH_KEY_UID) for key in fleet_keys]
 
 
-async def pieces(body: bytes) -> AsyncIterator[bytes]:
+async def pieces(body: bytes) -> AsyncGenerator[bytes, None]:
     """Yield a large body so that other work of the event loop has its turn between two pieces."""
     for start in range(0, len(body), PIECE_BYTES):
         yield body[start : start + PIECE_BYTES]

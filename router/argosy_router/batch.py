@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from argosy_protocol import batch_program
-from argosy_protocol.batch_program import (
-    ACCOUNT,
-    PIECE_BYTES,
-    RESPONSES_PATH,
-    account_value,
-    joined,
-    pieces,
-)
+from argosy_protocol.batch_program import ACCOUNT, PIECE_BYTES, RESPONSES_PATH, account_value, joined, pieces
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
@@ -54,7 +47,7 @@ from argosy_router.auth.accounts import ANONYMOUS, Account
 from argosy_router.http.messages import Client, Request
 from argosy_router.http.sse import Pieces
 from argosy_router.proxy.answer import error_body, error_headers, id_headers
-from argosy_router.proxy.call import require_json
+from argosy_router.proxy.call import account_of, require_json
 
 if TYPE_CHECKING:
     import aiohttp
@@ -436,6 +429,8 @@ _RETURNED: Final = (
 )
 
 CountRejection = Callable[[bytes, int, ErrorReason], None]
+Refuse = Callable[[Client, Request, ApiError], None]
+"""`RouterApplication.refuse`"""
 
 
 class ForwardedUpload:
@@ -522,7 +517,8 @@ class ForwardedRoutes:
         self._pending = OwnerSlots(MAX_PENDING)
         self._uploads = OwnerSlots(MAX_UPLOADS)
 
-    def on_head(self, request: Request, account: Account) -> bool:
+    def on_head(self, request: Request) -> bool:
+        account = account_of(request)
         if (request.method, request.path) != (b"POST", _FILES):
             return request.method == b"POST" and request.path == _BATCHES
         # A browser asks nobody before it sends a form.
@@ -540,13 +536,14 @@ class ForwardedRoutes:
             raise
         return True
 
-    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+    def on_request(self, client: Client, request: Request) -> None:
+        account = account_of(request)
         if not self._pending.take(account.name):
             if request.sink is not None:
                 request.sink.abort()
             raise self._pending.refusal(account.name, "has", "requests for files and batches")
         answer = PendingAnswer(client)
-        work = self._forward(answer, request, account.name, request_id)
+        work = self._forward(answer, request, account.name)
         task = asyncio.create_task(work, name="files and batches")
         if request.method == b"GET":  # what changes something is asked to its end, whoever waits for it
             answer.on_lost = task.cancel
@@ -563,14 +560,12 @@ class ForwardedRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _forward(
-        self, answer: PendingAnswer, request: Request, account: str, request_id: bytes
-    ) -> None:
-        ids = id_headers(request_id, request.path)
+    async def _forward(self, answer: PendingAnswer, request: Request, account: str) -> None:
+        ids = id_headers(request.id, request.path)
         try:
             if isinstance(request.sink, ForwardedUpload):
                 status, lines, body = await request.sink.finish()
-                self._respond(answer, status, lines + ids, body, request_id)
+                self._respond(answer, status, lines + ids, body, request.id)
                 return
             if request.path == _BATCHES and request.method == b"POST":
                 require_json(request)
@@ -585,12 +580,12 @@ class ForwardedRoutes:
                     await answer.stream(_lines(response) + ids, _chunks(response))
                     return
                 body = await read_all(response, MAX_FORWARDED_BYTES)
-                self._respond(answer, response.status, _lines(response) + ids, body, request_id)
+                self._respond(answer, response.status, _lines(response) + ids, body, request.id)
         except ApiError as error:
-            self._refuse(answer, error, request, request_id)
+            self._refuse(answer, error, request)
         except Exception:
-            log.exception("request %s failed", request_id.decode())
-            self._refuse(answer, InternalError("internal error"), request, request_id)
+            log.exception("request %s failed", request.id.decode())
+            self._refuse(answer, InternalError("internal error"), request)
 
     def _respond(
         self, answer: PendingAnswer, status: int, lines: bytes, body: bytes, request_id: bytes
@@ -599,9 +594,9 @@ class ForwardedRoutes:
             self._count_rejection(request_id, status, ErrorReason.read(body))
         answer.respond(status, lines, body)
 
-    def _refuse(self, answer: PendingAnswer, error: ApiError, request: Request, request_id: bytes) -> None:
-        headers = error_headers(error) + id_headers(request_id, request.path)
-        self._respond(answer, error.http_status, headers, error_body(error, request.path), request_id)
+    def _refuse(self, answer: PendingAnswer, error: ApiError, request: Request) -> None:
+        headers = error_headers(error) + id_headers(request.id, request.path)
+        self._respond(answer, error.http_status, headers, error_body(error, request.path), request.id)
 
 
 def _described(request: Request) -> dict[str, str]:

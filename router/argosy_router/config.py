@@ -94,11 +94,7 @@ class ServerLimits:
             description="client connections at a time; beyond the limit the router closes idle ones and those that "
             "have sent no whole request head, then refuses new ones",
         ),
-        Flag(
-            group=_LISTEN,
-            metavar="N",
-            default="half of the files the process may open, 16384 at most",
-        ),
+        Flag(group=_LISTEN, metavar="N", default="half of the files the process may open, 16384 at most"),
     ] = 16384
     """`main` lowers the default if the process may not open enough files."""
     max_silent_per_address: Annotated[int, _NO_FLAG] = 0
@@ -451,9 +447,7 @@ class RouterConfig:
         Flag(group=_TIMES, metavar="FACTOR"),
     ] = 0.0
     shutdown_timeout_s: Annotated[
-        Wait,
-        Meta(description="time for requests to finish after SIGTERM"),
-        Flag(group=_TIMES, metavar="S"),
+        Wait, Meta(description="time for requests to finish after SIGTERM"), Flag(group=_TIMES, metavar="S")
     ] = 30.0
     """Must be below the pod's termination grace period."""
     drain_settle_s: Annotated[

@@ -1,8 +1,9 @@
 """The gRPC port on which gateways ask for endpoints by Envoy's external processing protocol (ext_proc), and gRPC's
 health checks. gRPC is imported only by a router with --ext-proc-port.
 
-Owns: the limits of the port (messages, streams, dead peers) and its certificate; one stream of a gateway, with the
-deadlines between its messages and the end of the request when it ends; the protocol's messages.
+Owns: the limits of the port (messages, streams, what is received without a key, dead peers) and its certificate; one
+stream of a gateway, with the deadlines between its messages and the end of the request when it ends; the protocol's
+messages.
 Must not know: how a replica is chosen, what a request costs.
 Invariants: nothing that a peer sends ends the router; a stream that breaks the protocol ends with a status of gRPC's.
 The request is closed on every way out, so that nothing it holds outlives the stream.
@@ -26,10 +27,14 @@ and opentelemetry.proto, which overwrite those of other packages. Hence this tab
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -39,6 +44,7 @@ from argosy_protocol.errors import NotSupported, RequestTimeout
 from argosy_protocol.program.listen import CannotListen
 from argosy_router.config import RouterConfig
 from argosy_router.gateway import EndpointPick, GatewayRequest, Intake, RouterAnswer
+from argosy_router.http.limits import AddressGroups
 from argosy_router.http.messages import Headers, first_value
 from argosy_router.http.upstream import UpstreamError
 
@@ -91,11 +97,7 @@ SCHEMA: Final[dict[str, tuple[Field, ...]]] = {
     "HttpBody": (Field(1, "body", "bytes"), Field(2, "end_of_stream", "bool")),
     "HttpTrailers": (Field(1, "trailers", "HeaderMap"),),
     "HeaderMap": (Field(1, "headers", "HeaderValue", is_repeated=True),),
-    "HeaderValue": (
-        Field(1, "key", "string"),
-        Field(2, "value", "string"),
-        Field(3, "raw_value", "bytes"),
-    ),
+    "HeaderValue": (Field(1, "key", "string"), Field(2, "value", "string"), Field(3, "raw_value", "bytes")),
     # to the gateway
     "ProcessingResponse": (
         Field(1, "request_headers", "HeadersResponse", "response"),
@@ -445,6 +447,8 @@ log = logging.getLogger(__name__)
 class Peer(Protocol):
     """The gateway's end of a stream (`grpc.aio.ServicerContext`)."""
 
+    def peer(self) -> str: ...
+
     async def read(self) -> Any: ...
 
     async def write(self, message: Any) -> None: ...
@@ -454,21 +458,71 @@ class ProtocolViolation(Exception):
     """The gateway sent a message that the protocol does not allow here."""
 
 
+class TooManyUnread(Exception):
+    """Other streams have not sent their first message, and those that may be received at once are all of them."""
+
+
+class FirstMessages:
+    """Bounds the first messages that are received at once, before a key was looked at.
+
+    gRPC keeps a message until it is whole, and only one that is read has more of it taken than `UNREAD_BYTES`. A
+    gateway's first message fits into these nearly always, so that a read of it ends at once. A peer's address has a
+    quarter of the places, so that one that sends slowly holds up itself.
+    """
+
+    def __init__(self, memory: int, message_bytes: int, addresses: AddressGroups) -> None:
+        """`memory`: bytes that all such messages may take together, if they allow four of `message_bytes`."""
+        number = max(MIN_FIRST_MESSAGES, memory // message_bytes)
+        self._all = asyncio.Semaphore(number)
+        self._per_address = number // 4
+        self._by_address: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._addresses = addresses
+
+    @contextlib.asynccontextmanager
+    async def place(self, peer: str, timeout_s: float) -> AsyncIterator[None]:
+        """Have a place for the message of a peer, as gRPC writes its address.
+
+        Raises:
+            TooManyUnread: there was none in time.
+        """
+        host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+        group = self._addresses.of(host)
+        same = (
+            self._by_address.setdefault(group, asyncio.Semaphore(self._per_address)) if group else self._all
+        )
+        async with contextlib.AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    for semaphore in dict.fromkeys((same, self._all)):
+                        await places.enter_async_context(semaphore)
+            except TimeoutError:
+                raise TooManyUnread(
+                    "too many streams have not sent their first message; retry later"
+                ) from None
+            yield
+
+
 class ProcessingStream:
     """Handles one stream."""
 
-    def __init__(self, intake: Intake, peer: Peer, *, silence_s: float) -> None:
+    def __init__(self, intake: Intake, peer: Peer, firsts: FirstMessages, *, silence_s: float) -> None:
         """`silence_s`: longest time between two messages of the response."""
         self._intake = intake
         self._peer = peer
+        self._firsts = firsts
         self._silence_s = silence_s
 
     async def run(self) -> None:
         """
         Raises:
-            ProtocolViolation: see there.
+            ProtocolViolation, MessageTooLarge, TooManyUnread: see there.
+            TimeoutError: the gateway is silent.
         """
-        async with asyncio.timeout(self._intake.limits.header_timeout_s):
+        limit_s = self._intake.limits.header_timeout_s
+        async with (
+            self._firsts.place(self._peer.peer(), limit_s),
+            asyncio.timeout(min(FIRST_MESSAGE_S, limit_s)),
+        ):
             first = await self._peer.read()
         if first is grpc.aio.EOF or first.observability_mode:
             return  # who only watches gets no replies, and asks for no pick
@@ -576,6 +630,15 @@ _READINESS: Final = frozenset(("", "readiness", PROCESS[0]))
 """Services that the endpoint picker protocol names for health checks; `liveness` is another one."""
 _MESSAGE_OVERHEAD: Final = 1 << 20
 """What a message may have beside a whole body: headers, metadata, attributes."""
+UNREAD_BYTES: Final = 16 * 1024
+"""Of a message that nobody reads yet. gRPC's own, which follows how fast a peer can send, is megabytes."""
+MAX_STREAMS_PER_CONNECTION: Final = 1000
+"""A gateway with more requests opens another connection."""
+MIN_FIRST_MESSAGES: Final = 4
+"""First messages that are received at once in any case."""
+FIRST_MESSAGE_S = 2.0
+"""In which a gateway sends a message that it has: Envoy waits for the reply for a fifth of a second, if not configured
+otherwise."""
 MAX_CONNECTIONS = 1024
 """Of gateways (one for each thread of an Envoy), which carry many streams each. Whoever reaches the port may open some,
 and descriptors are those of the main port as well."""
@@ -592,8 +655,14 @@ class ExtProcServer:
     def __init__(self, config: RouterConfig, intake: Intake) -> None:
         self._config = config
         limits = config.server
+        message_bytes = limits.max_body_bytes + _MESSAGE_OVERHEAD
+        trusted = [ip_network(network) for network in limits.trusted_proxies]
+        self._firsts = FirstMessages(limits.max_inflight_bytes, message_bytes, AddressGroups(trusted))
         options = [
-            ("grpc.max_receive_message_length", limits.max_body_bytes + _MESSAGE_OVERHEAD),
+            ("grpc.max_receive_message_length", message_bytes),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
+            ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
             ("grpc.max_metadata_size", limits.max_header_bytes),
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
@@ -650,11 +719,14 @@ class ExtProcServer:
         await self._server.stop(None)
 
     async def _process(self, _: Any, context: Any) -> None:
-        stream = ProcessingStream(self.intake, context, silence_s=self._config.request_timeout_s)
+        silence_s = self._config.request_timeout_s
+        stream = ProcessingStream(self.intake, context, self._firsts, silence_s=silence_s)
         try:
             await stream.run()
         except (ProtocolViolation, MessageTooLarge) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except TooManyUnread as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the gateway was silent for too long")
 

@@ -33,15 +33,20 @@ from typing import Generic, TypeVar
 
 from argosy_protocol.errors import ApiError
 from argosy_router.auth.accounts import Account
+from argosy_router.prefixes import MODEL_ITSELF, ServedName
 
 
 class Entry:
     """The properties of a queued request that its position depends on."""
 
-    __slots__ = ("account", "cost", "name", "priority", "sequences", "size")
-
     def __init__(
-        self, account: Account, priority: int, cost: float, size: int, name: str = "", sequences: int = 1
+        self,
+        account: Account,
+        priority: int,
+        cost: float,
+        size: int,
+        name: ServedName = MODEL_ITSELF,
+        sequences: int = 1,
     ) -> None:
         self.account = account
         self.priority = priority
@@ -58,15 +63,13 @@ class Entry:
 class QueuedRequest(Entry):
     """An entry that is told its outcome: exactly one of `admit` and `refuse` is called."""
 
-    __slots__ = ("admit", "next_since", "refuse", "since")
-
     def __init__(
         self,
         account: Account,
         priority: int,
         cost: float,
         size: int,
-        name: str,
+        name: ServedName,
         sequences: int,
         admit: Callable[[], None],
         refuse: Callable[[ApiError], None],
@@ -102,8 +105,6 @@ class QueueFull(Exception):
 class _Flow(Generic[E]):
     """The entries of one account and priority, oldest first."""
 
-    __slots__ = ("account", "bytes", "entries", "is_listed", "number", "start")
-
     def __init__(self, account: Account, number: int) -> None:
         self.account = account
         self.number = number
@@ -120,7 +121,7 @@ class _Flow(Generic[E]):
         """Return the bytes of the entries over the account's weight."""
         return self.bytes / self.account.weight
 
-    def first(self, names: Collection[str] | None) -> E | None:
+    def first(self, names: Collection[ServedName] | None) -> E | None:
         """Return the oldest entry with one of these names; None for `names` is any name."""
         if names is None:
             return next(iter(self.entries), None)
@@ -129,8 +130,6 @@ class _Flow(Generic[E]):
 
 class _Band(Generic[E]):
     """The flows of one priority."""
-
-    __slots__ = ("_num_made", "_order", "_prune_at", "_virtual", "active", "count", "flows")
 
     def __init__(self) -> None:
         self.flows: dict[Account, _Flow[E]] = {}
@@ -160,7 +159,7 @@ class _Band(Generic[E]):
         flow.bytes += entry.size
         self.count += 1
 
-    def next(self, names: Collection[str] | None, may_go: Callable[[E], bool] | None) -> E | None:
+    def next(self, names: Collection[ServedName] | None, may_go: Callable[[E], bool] | None) -> E | None:
         """Return the entry whose turn it is among those with these names, without taking it; None if there is none. An
         account whose next entry may not go is passed over."""
         passed_over: list[_Flow[E]] = []
@@ -219,7 +218,7 @@ class FairQueue(Generic[E]):
         self._priorities: list[int] = []
         """Priorities with entries, most urgent first."""
         self._arrivals: OrderedDict[E, None] = OrderedDict()
-        self._by_name: dict[str, OrderedDict[E, None]] = {}
+        self._by_name: dict[ServedName, OrderedDict[E, None]] = {}
         """Entries by name, in the order of arrival."""
         self._by_account: dict[Account, int] = {}
         """Number of entries of each account."""
@@ -238,7 +237,7 @@ class FairQueue(Generic[E]):
         return sum(len(band.flows) for band in self._bands.values())
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> list[ServedName]:
         """The names of all entries."""
         return list(self._by_name)
 
@@ -247,7 +246,7 @@ class FairQueue(Generic[E]):
         """The entry that arrived first; None when empty."""
         return next(iter(self._arrivals), None)
 
-    def oldest_of(self, name: str) -> E | None:
+    def oldest_of(self, name: ServedName) -> E | None:
         """Return the entry of this name that arrived first; None if there is none."""
         return next(iter(self._by_name.get(name, ())), None)
 
@@ -278,14 +277,16 @@ class FairQueue(Generic[E]):
         self.take(entry)
         return entry
 
-    def pop_named(self, names: Collection[str]) -> E | None:
+    def pop_named(self, names: Collection[ServedName]) -> E | None:
         """Take the entry whose turn it is among those with one of `names`; None if there is none."""
         entry = self.next_named(names)
         if entry is not None:
             self.take(entry)
         return entry
 
-    def next_named(self, names: Collection[str], may_go: Callable[[E], bool] | None = None) -> E | None:
+    def next_named(
+        self, names: Collection[ServedName], may_go: Callable[[E], bool] | None = None
+    ) -> E | None:
         """Return the entry that `pop_named` would take if accounts whose next entry may not go had none."""
         return self._next(None if len(names) == len(self._by_name) else names, may_go)
 
@@ -295,7 +296,9 @@ class FairQueue(Generic[E]):
         band.take(entry)
         self._forget(entry, band)
 
-    def _next(self, names: Collection[str] | None, may_go: Callable[[E], bool] | None = None) -> E | None:
+    def _next(
+        self, names: Collection[ServedName] | None, may_go: Callable[[E], bool] | None = None
+    ) -> E | None:
         """Return the entry whose turn it is; None for `names` is any name."""
         for priority in self._priorities:
             entry = self._bands[priority].next(names, may_go)

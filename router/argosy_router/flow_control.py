@@ -42,6 +42,7 @@ from argosy_router.fleet.service import Service
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.metric_series import Labels, Series
 from argosy_router.metrics import ADMITTED_REQUESTS, QUEUE_SECONDS, QUEUED_REQUESTS
+from argosy_router.prefixes import MODEL_ITSELF, ServedName
 
 CAPACITY_MAX_AGE_S: Final = 0.25
 """Lifetime of a looked-up capacity: meanwhile other routers may fill the same replicas."""
@@ -76,8 +77,6 @@ class Bounds(NamedTuple):
 class DrainRate:
     """Requests that end per second, averaged over about `DRAIN_WINDOW_S`."""
 
-    __slots__ = ("_born", "_sum", "_time")
-
     def __init__(self, now: float) -> None:
         self._born = self._time = now
         self._sum = 0.0
@@ -101,8 +100,6 @@ class DrainRate:
 class _Availability:
     """Whether some replica can answer requests for a name."""
 
-    __slots__ = ("changed", "is_unavailable", "model", "reason")
-
     def __init__(self, now: float) -> None:
         self.is_unavailable = False
         self.reason = ""
@@ -115,8 +112,6 @@ class _Availability:
 
 class _HoldBackTime:
     """How long requests may still wait for others' large calls."""
-
-    __slots__ = ("_left_s", "_time")
 
     def __init__(self, now: float) -> None:
         self._left_s = HOLD_BACK_S
@@ -138,16 +133,16 @@ class ServiceQueue:
     def __init__(
         self,
         model: str,
-        capacity: Callable[[float, str, Account | None], int],
+        capacity: Callable[[float, ServedName, Account | None], int],
         bounds: Callable[[], Bounds],
         now: float,
-        fits: Callable[[float, str, int, Account | None], bool] | None = None,
+        fits: Callable[[float, ServedName, int, Account | None], bool] | None = None,
     ) -> None:
         """
         Args:
-            capacity: `capacity(now, name, account)` returns how many more sequences for a name the replicas can run now
-                (the empty name is the model itself), or raises Unavailable if none of them can answer it. For an
-                account, other accounts' large calls may count in part; without one they count in full.
+            capacity: `capacity(now, name, account)` returns how many more sequences for a name the replicas can run
+                now, or raises Unavailable if none of them can answer it. For an account, other accounts' large calls
+                may count in part; without one they count in full.
             fits: `fits(now, name, sequences, account)` returns whether the replicas can run one request with several
                 sequences now, or raises likewise; by default the sequences are compared with the capacity.
         """
@@ -167,7 +162,7 @@ class ServiceQueue:
         """Bound of `sequences` by the last lookup of the capacity."""
         self._fresh_until = now
         """When that lookup is out of date."""
-        self._allowed_name = ""
+        self._allowed_name = MODEL_ITSELF
         """The name that the lookup was for."""
         self._is_holding_back = False
         """Whether the next request waits for more capacity and all others wait behind it."""
@@ -176,8 +171,8 @@ class ServiceQueue:
         self._hold_back_time = _HoldBackTime(now)
         self._first_name = 0
         """Where the names of the next tick begin among those that are queued for."""
-        self._availability = {"": _Availability(now)}
-        """Availability of the model itself (the empty name), and of each name that a request is queued for."""
+        self._availability = {MODEL_ITSELF: _Availability(now)}
+        """Availability of the model itself, and of each name that a request is queued for."""
 
     @property
     def num_queued(self) -> int:
@@ -186,7 +181,7 @@ class ServiceQueue:
     @property
     def num_held(self) -> int:
         """Queued requests while the service has no replica, as of the last lookup."""
-        return len(self._queue) if self._availability[""].is_unavailable else 0
+        return len(self._queue) if self._availability[MODEL_ITSELF].is_unavailable else 0
 
     @property
     def queued_cost(self) -> float:
@@ -201,7 +196,7 @@ class ServiceQueue:
         return self._queue.num_of(account)
 
     def try_admit(
-        self, now: float, name: str = "", sequences: int = 1, account: Account | None = None
+        self, now: float, name: ServedName = MODEL_ITSELF, sequences: int = 1, account: Account | None = None
     ) -> bool:
         """Admit a request at once, and count it, if its turn has come and there is capacity; otherwise `enqueue` it."""
         if self._queue:
@@ -282,12 +277,12 @@ class ServiceQueue:
             How many were admitted or refused.
         """
         told = 0
-        self._look_up(now, "")
+        self._look_up(now, MODEL_ITSELF)
         self._end_hold_back(now)
         passed_over: set[Account] = set()
         names = self._names_of_tick()
         open_names = {name for name in names if self._look_up(now, name) > 0}
-        filled: set[str] = set()
+        filled: set[ServedName] = set()
 
         def is_next(request: QueuedRequest) -> bool:
             """Whether a request goes, or all others wait for it."""
@@ -325,7 +320,7 @@ class ServiceQueue:
         self._forget_names()
         return told
 
-    def _names_of_tick(self) -> list[str]:
+    def _names_of_tick(self) -> list[ServedName]:
         """Return the names that a tick looks at, of many some after the other."""
         names = self._queue.names
         if len(names) <= NAMES_PER_TICK:
@@ -357,7 +352,7 @@ class ServiceQueue:
             self._is_holding_back = False
             self._hold_back_time.spend(now - self._held_back_since, now)
 
-    def _expire(self, name: str, now: float, most: int) -> int:
+    def _expire(self, name: ServedName, now: float, most: int) -> int:
         """Refuse the requests that were queued for `name` too long, but no more than `most`; return how many."""
         told = 0
         bounds, availability = self._bounds(), self._availability[name]
@@ -373,7 +368,7 @@ class ServiceQueue:
             oldest.refuse(self._refusal(now, name, now - oldest.since))
         return told
 
-    def _look_up(self, now: float, name: str) -> int:
+    def _look_up(self, now: float, name: ServedName) -> int:
         """Return the capacity for `name` that an account without requests has (of a router with keys: without keys
         there is one account only), and note whether there are replicas at all."""
         availability = self._availability.get(name)
@@ -392,10 +387,10 @@ class ServiceQueue:
     def _forget_names(self) -> None:
         """Forget names that no request is queued for any more."""
         if len(self._availability) > 1:
-            queued = {"", *self._queue.names}
+            queued = {MODEL_ITSELF, *self._queue.names}
             self._availability = {name: kept for name, kept in self._availability.items() if name in queued}
 
-    def _refusal(self, now: float, name: str, waited_s: float = 0.0) -> ApiError:
+    def _refusal(self, now: float, name: ServedName, waited_s: float = 0.0) -> ApiError:
         availability = self._availability.get(name)
         if availability is not None and availability.is_unavailable:
             left_s = self._bounds().cold_start_s - waited_s
@@ -507,15 +502,12 @@ class FlowController:
         self,
         service: Service,
         now: float,
-        name: str = "",
+        name: ServedName = MODEL_ITSELF,
         sequences: int = 1,
         account: Account | None = None,
     ) -> bool:
-        """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it.
-
-        Args:
-            name: what only some replicas serve, as `Prompt.name`; empty for any replica.
-        """
+        """Admit a request at once if there is capacity and its turn has come; otherwise `enqueue` it. `name`: what the
+        replica must serve."""
         queue = self._queues.get(service) or self._add_queue(service, now)
         return queue.try_admit(now, name, sequences, account)
 
@@ -565,7 +557,9 @@ class FlowController:
         if queue.num_queued:
             self._tick_soon()
 
-    def has_capacity(self, service: Service, now: float, name: str = "", sequences: int = 1) -> bool:
+    def has_capacity(
+        self, service: Service, now: float, name: ServedName = MODEL_ITSELF, sequences: int = 1
+    ) -> bool:
         """Whether a service that has admitted requests could take one more at once, and no request is queued for it."""
         try:
             return not self._queues[service].num_queued and service.candidates.can_take(now, name, sequences)

@@ -33,19 +33,17 @@ from argosy_protocol.errors import (
 from argosy_router.config import ServerLimits
 from argosy_router.fleet.replica import Charge
 from argosy_router.fleet.service import Choice
-from argosy_router.http.deadlines import Deadline, TimerWheel
+from argosy_router.http.deadlines import Deadline
 from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.messages import ClientListener, Headers, Request, first_value, render_headers
 from argosy_router.http.upstream import ConnectFailed, UpstreamError
-from argosy_router.proxy.accounting import CLIENT_GONE, AttemptRecord, RequestAccounting, RequestOutcome
+from argosy_router.proxy.accounting import CLIENT_GONE, AttemptRecord, RequestOutcome
 from argosy_router.proxy.answer import error_body, error_headers, id_headers
 from argosy_router.proxy.application import RouterApplication
-from argosy_router.proxy.attempt import UpstreamIds, request_head
+from argosy_router.proxy.attempt import request_head
 from argosy_router.proxy.call import Call, request_id_for
-from argosy_router.proxy.exchange import Dispatcher
+from argosy_router.proxy.exchange import RequestHandler, Shared
 from argosy_router.proxy.relay import Refused, StreamRelay, UnaryRelay, is_error, refusal
-from argosy_router.proxy.request_handler import RequestHandler
-from argosy_router.proxy.resilience import OutlierDetector
 
 _LOCAL_REPLY: Final = b"text/plain"
 """Content type of the responses that Envoy makes itself. Engines answer errors in JSON."""
@@ -62,37 +60,28 @@ class EndpointPick:
         on_decided: Callable[[], None],
         on_refused: Callable[[int, bytes, bytes], None],
         on_end: Callable[[RequestOutcome], None],
-        *,
-        dispatcher: Dispatcher,
-        outliers: OutlierDetector,
-        accounting: RequestAccounting,
-        upstream_ids: UpstreamIds,
-        event_memory: BodyMemory,
-        wheel: TimerWheel,
-        now: Callable[[], float],
+        shared: Shared,
     ) -> None:
         """
         Args:
             on_decided: called when the replica is chosen.
             on_refused: called instead with status, header lines and body of the refusal.
             on_end: gets the outcome record when nothing changes it any more.
-            now: a monotonic clock.
         """
         self.outcome = outcome
         self._call = outcome.call
         self._on_decided = on_decided
         self._on_refused = on_refused
         self._on_end = on_end
-        self._dispatcher = dispatcher
-        self._outliers = outliers
-        self._accounting = accounting
-        self._upstream_ids = upstream_ids
-        self._held_events = BodyReservation(event_memory, outcome.call.service, 0)
-        self._now = now
+        self._shared = shared
+        self._outliers = shared.outliers
+        self._accounting = shared.accounting
+        self._held_events = BodyReservation(shared.event_memory, outcome.call.service, 0)
+        self._now = shared.now
         self._choice: Choice | None = None
         self._record: AttemptRecord | None = None
         self._charge: Charge | None = None
-        self._prefill_end = Deadline(wheel, self._prefilled)
+        self._prefill_end = Deadline(shared.wheel, self._prefilled)
         self._relay: UnaryRelay | StreamRelay = UnaryRelay(self._held_events)
         self._status = 0
         self._headers: Headers = []
@@ -109,7 +98,7 @@ class EndpointPick:
             Unavailable, TooManyRequests: no replica can take the request; nothing has happened.
         """
         call, now = self._call, self._now()
-        choice = self._dispatcher.choose(call, (), now)
+        choice = self._shared.dispatcher.choose(call, (), now)
         self._choice = choice
         self.outcome.attempts = 1
         self.outcome.sent_at = now
@@ -158,7 +147,7 @@ class EndpointPick:
         """Return the header lines and the body that the chosen replica must get."""
         call, replica, record = self._call, self.choice.replica, self._record
         assert record is not None, "decided"
-        record.upstream_id = self._upstream_ids.next()
+        record.upstream_id = self._shared.upstream_ids.next()
         if not replica.is_argosy_engine:
             call.reduce_body()
         if not replica.takes_model_names:
@@ -313,44 +302,13 @@ class Intake:
         self,
         application: RouterApplication,
         requests: RequestHandler,
-        dispatcher: Dispatcher,
-        outliers: OutlierDetector,
-        accounting: RequestAccounting,
-        *,
         limits: ServerLimits,
         memory: BodyMemory,
-        wheel: TimerWheel,
     ) -> None:
         self.application = application
         self.requests = requests
         self.limits = limits
         self.memory = memory
-        self._dispatcher = dispatcher
-        self._outliers = outliers
-        self._accounting = accounting
-        self._upstream_ids = UpstreamIds()
-        self._wheel = wheel
-
-    def pick(
-        self,
-        outcome: RequestOutcome,
-        on_decided: Callable[[], None],
-        on_refused: Callable[[int, bytes, bytes], None],
-    ) -> EndpointPick:
-        """Make the pick of a request, which is not admitted yet."""
-        return EndpointPick(
-            outcome,
-            on_decided,
-            on_refused,
-            self.requests.on_end,
-            dispatcher=self._dispatcher,
-            outliers=self._outliers,
-            accounting=self._accounting,
-            upstream_ids=self._upstream_ids,
-            event_memory=self.requests.event_memory,
-            wheel=self._wheel,
-            now=self.requests.now,
-        )
 
 
 class GatewayRequest:
@@ -371,7 +329,7 @@ class GatewayRequest:
             pseudo.get(b":method", b""), pseudo.get(b":path", b""), fields, is_http10=False, keep_alive=True
         )
         self._request.is_from_gateway = True
-        self._request_id = request_id_for(self._request.header(b"x-request-id"))
+        self._request.id = request_id_for(self._request.header(b"x-request-id"))
         self._received: bytes | bytearray = b""
         self._body = BodyReservation(intake.memory, None, 0)
         self._limit = 0
@@ -442,9 +400,7 @@ class GatewayRequest:
         request.body, self._received = bytes(self._received), b""
         request.body_bytes = len(request.body)
         started = intake.requests.now()
-        if not intake.application.decode_for_gateway(
-            self, request, self._request_id, lambda call: self._take(call, started)
-        ):
+        if not intake.application.decode_for_gateway(self, request, lambda call: self._take(call, started)):
             intake.application.on_request(self, request)
 
     def _take(self, call: Call, now: float) -> None:
@@ -452,14 +408,17 @@ class GatewayRequest:
         intake = self._intake
         self._request.body = b""
         outcome = RequestOutcome(call, now)
-        pick = intake.pick(outcome, lambda: self._decide(pick), self.respond)
+        requests = intake.requests
+        pick = EndpointPick(
+            outcome, lambda: self._decide(pick), self.respond, requests.on_end, requests.shared
+        )
         try:
             if self._subset is not None:
                 pick.restrict(self._subset)
         except ApiError as error:
             self.refuse(error)
             return
-        intake.requests.take(pick, self)
+        requests.take(pick, self)
 
     def close(self) -> None:
         """End the request, because the gateway's stream has ended; nothing if it has ended before."""
@@ -482,7 +441,7 @@ class GatewayRequest:
         self._received = b""
         if self.decided.done():
             return
-        self._intake.application.refuse(self, self._request_id, error, self._request.path)
+        self._intake.application.refuse(self, self._request, error)
 
     # the application's client
 

@@ -166,11 +166,8 @@ def signal_held() -> Iterator[None]:
 
 
 def describe_on_signal(loop: asyncio.AbstractEventLoop, describe: Callable[[], str]) -> None:
-    """Start answering the signal. Call it inside `signal_held`.
-
-    Args:
-        describe: returns the state of the router; called in the event loop, its exceptions are logged.
-    """
+    """Start answering the signal. Call it inside `signal_held`. `describe`: returns the state of the router; called in
+    the event loop, its exceptions are logged."""
 
     def tell() -> None:
         try:

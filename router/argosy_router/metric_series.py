@@ -28,8 +28,6 @@ ROWS_PER_PART: Final = 64
 class _LabelText:
     """Renders the label sets of one series, ordered by label name as in prometheus_client."""
 
-    __slots__ = ("_names",)
-
     def __init__(self, names: Sequence[str]) -> None:
         self._names = sorted((name, position) for position, name in enumerate(names))
 
@@ -60,8 +58,6 @@ def _head(name: str, kind: str, text: str) -> str:
 
 class Counter:
     """A monotonic sum per label tuple."""
-
-    __slots__ = ("_label_text", "help", "labels", "name", "values")
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         self.name = name
@@ -94,16 +90,12 @@ class Counter:
 class _Sum:
     """A mutable sum, so that counting looks its labels up once instead of twice (to read and to write)."""
 
-    __slots__ = ("value",)
-
     def __init__(self) -> None:
         self.value = 0.0
 
 
 class Histogram:
     """Observations per label tuple, by bucket."""
-
-    __slots__ = ("_label_text", "bounds", "help", "labels", "name", "values")
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self.name = name
@@ -140,8 +132,6 @@ class Histogram:
 
 class Reading:
     """Values kept elsewhere and read at scrape time; rows with equal labels are summed."""
-
-    __slots__ = ("_label_text", "help", "kind", "labels", "name", "read")
 
     def __init__(
         self,

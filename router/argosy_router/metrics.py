@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -345,6 +345,9 @@ EMPTY_PART_COST = 4 * 1024
 _FORGETTING_ROWS = 256
 
 
+S = TypeVar("S", Counter, Histogram)
+
+
 class Metrics:
     """All series of one router."""
 
@@ -355,32 +358,32 @@ class Metrics:
         """(model, replica) or (model, "") -> when a scrape first missed it"""
 
         # requests
-        self.requests = self._counter(REQUESTS)
-        self.duration = self._histogram(REQUEST_DURATION)
-        self.ttft = self._histogram(TTFT)
-        self.itl = self._histogram(ITL)
-        self.disconnects = self._counter(CLIENT_DISCONNECTS)
+        self.requests = self._kept(REQUESTS.counter())
+        self.duration = self._kept(REQUEST_DURATION.histogram())
+        self.ttft = self._kept(TTFT.histogram())
+        self.itl = self._kept(ITL.histogram())
+        self.disconnects = self._kept(CLIENT_DISCONNECTS.counter())
 
         # routing decisions
-        self.decision = self._histogram(DECISION)
-        self.canaried = self._counter(CANARY_REQUESTS)
-        self.routes = self._counter(ROUTES)
-        self.predicted = self._counter(PREDICTED_CACHED_TOKENS)
-        self.actual = self._counter(ACTUAL_CACHED_TOKENS)
-        self.prompt_tokens = self._counter(PROMPT_TOKENS)
-        self.completion_tokens = self._counter(COMPLETION_TOKENS)
-        self.predicted_ttft = self._counter(PREDICTED_TTFT)
-        self.actual_ttft = self._counter(ACTUAL_TTFT)
-        self.ttft_error = self._histogram(TTFT_ERROR)
+        self.decision = self._kept(DECISION.histogram())
+        self.canaried = self._kept(CANARY_REQUESTS.counter())
+        self.routes = self._kept(ROUTES.counter())
+        self.predicted = self._kept(PREDICTED_CACHED_TOKENS.counter())
+        self.actual = self._kept(ACTUAL_CACHED_TOKENS.counter())
+        self.prompt_tokens = self._kept(PROMPT_TOKENS.counter())
+        self.completion_tokens = self._kept(COMPLETION_TOKENS.counter())
+        self.predicted_ttft = self._kept(PREDICTED_TTFT.counter())
+        self.actual_ttft = self._kept(ACTUAL_TTFT.counter())
+        self.ttft_error = self._kept(TTFT_ERROR.histogram())
 
         # failures
-        self.retries = self._counter(RETRIES)
-        self.hedges = self._counter(HEDGES)
-        self.failures = self._counter(UPSTREAM_FAILURES)
-        self.ejections = self._counter(EJECTIONS)
-        self.cooldowns = self._counter(COOLDOWNS)
-        self.migrations = self._counter(MIGRATIONS)
-        self.interrupted = self._counter(INTERRUPTED_STREAMS)
+        self.retries = self._kept(RETRIES.counter())
+        self.hedges = self._kept(HEDGES.counter())
+        self.failures = self._kept(UPSTREAM_FAILURES.counter())
+        self.ejections = self._kept(EJECTIONS.counter())
+        self.cooldowns = self._kept(COOLDOWNS.counter())
+        self.migrations = self._kept(MIGRATIONS.counter())
+        self.interrupted = self._kept(INTERRUPTED_STREAMS.counter())
 
         # replicas
         self.add(
@@ -451,15 +454,9 @@ class Metrics:
             yield from series.parts(PREFIX)
         yield generate_latest(self._process).decode()
 
-    def _counter(self, definition: Definition) -> Counter:
-        counter = definition.counter()
-        self._series.append(counter)
-        return counter
-
-    def _histogram(self, definition: Definition) -> Histogram:
-        histogram = definition.histogram()
-        self._series.append(histogram)
-        return histogram
+    def _kept(self, series: S) -> S:
+        self._series.append(series)
+        return series
 
     # readings of the fleet
 

@@ -53,8 +53,6 @@ MIN_HIT_TOKENS: Final = 16
 class RouteRequest:
     """The part of a request that routing looks at."""
 
-    __slots__ = ("affinity_hash", "hits", "prompt_tokens", "sequence", "session")
-
     def __init__(
         self, prompt_tokens: int, hits: dict[int, int], affinity_hash: int, sequence: int, session: int = 0
     ) -> None:
@@ -75,18 +73,6 @@ class Candidate:
 
     Subclasses keep the figures up to date. Every figure has a value; what is not measured is assumed (`assumed`).
     """
-
-    __slots__ = (
-        "decode_step_s",
-        "identity",
-        "kv_usage",
-        "max_num_seqs",
-        "prefill_tokens_per_s",
-        "queued_tokens",
-        "recent_work",
-        "requests",
-        "wait_s",
-    )
 
     def __init__(
         self, name: str, prefill_tokens_per_s: float, decode_step_s: float, max_num_seqs: int
@@ -110,8 +96,6 @@ class Candidate:
 
 class Decision:
     """The chosen candidate, by position, and the reason."""
-
-    __slots__ = ("cost_s", "position", "predicted_tokens", "reason")
 
     def __init__(self, position: int, reason: Reason, predicted_tokens: int, cost_s: float) -> None:
         self.position = position

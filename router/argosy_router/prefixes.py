@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from argosy_protocol.chunk_hash import Segment, SegmentKind, chain_seed
 from argosy_router.native.build import ChunkTable, chunk_hashes, chunk_tokens
@@ -357,21 +357,30 @@ _AFFINITY_CHUNKS: Final = 4
 would send every prompt with the same role to one replica; more would separate prompts that share a system prompt."""
 
 
+Side = Literal["", "stable", "canary"]
+"""Of a service that is divided by revision during a canary rollout; empty for any."""
+
+
+class ServedName(NamedTuple):
+    """What a replica must serve to answer a request; without arguments the model itself, at any replica."""
+
+    name: str = ""
+    """An adapter or alias, if not all replicas serve it."""
+    side: Side = ""
+    endpoints: frozenset[str] | None = None
+    """The only ones (HOST:PORT) that a gateway allows; None for all."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, about."""
+        return len(self.name) + sum(map(len, self.endpoints or ()))
+
+
+MODEL_ITSELF: Final = ServedName()
+
+
 class Prompt:
     """A request's prompt as routing sees it, without its content."""
-
-    __slots__ = (
-        "affinity_hash",
-        "chunk_tokens",
-        "has_media",
-        "hashes",
-        "is_cut",
-        "name",
-        "segment_bytes",
-        "session",
-        "text_bytes",
-        "token_ids",
-    )
 
     def __init__(
         self,
@@ -382,7 +391,7 @@ class Prompt:
         session: int = 0,
         segment_bytes: Sequence[int] = (),
         chunk_tokens: Sequence[int] = (),
-        name: str = "",
+        name: ServedName = MODEL_ITSELF,
         *,
         has_media: bool = False,
         is_cut: bool = False,
@@ -399,9 +408,6 @@ class Prompt:
         self.chunk_tokens = chunk_tokens
         """Prompt tokens up to the end of each chunk, if known; else they are estimated from `segment_bytes`."""
         self.name = name
-        """What a replica must serve to answer: the side of a canary rollout that answers, if there is one, followed by
-        an adapter or alias, if not all replicas serve it. Empty for the model itself at any replica. What comes before
-        that if a gateway allows some endpoints only, `CandidatePool.restricted` knows."""
         self.has_media = has_media
         """Whether it has parts that are no text, such as images, whose tokens do not follow from their bytes."""
         self.is_cut = is_cut
@@ -456,7 +462,7 @@ class PromptHasher:
 
 
 def prompt_from(
-    measured: MeasuredPrompts, session: int = 0, name: str = "", *, is_cut: bool = False
+    measured: MeasuredPrompts, session: int = 0, name: ServedName = MODEL_ITSELF, *, is_cut: bool = False
 ) -> Prompt:
     """Return what routing needs to know of a request's prompts, with `Prompt`'s arguments."""
     hashes = measured.hashes

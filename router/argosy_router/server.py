@@ -74,15 +74,13 @@ from argosy_router.http.upstream import UpstreamError, UpstreamTls, fetch
 from argosy_router.metric_series import Labels
 from argosy_router.metrics import Metrics
 from argosy_router.native.build import BUILD_KIND
-from argosy_router.observability.access_log import AccessLog
 from argosy_router.observability.lines import LineWriter, TraceCapture
-from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.observability.request_log import AccessLog, UsageLedger
 from argosy_router.proxy.accounting import RequestAccounting
 from argosy_router.proxy.answer import CommentSchedule
 from argosy_router.proxy.application import BackgroundLoad, RouterApplication
-from argosy_router.proxy.exchange import Dispatcher, Exchange
+from argosy_router.proxy.exchange import Dispatcher, Exchange, QueuedCall, RequestHandler, Shared
 from argosy_router.proxy.large_bodies import LargeBodies
-from argosy_router.proxy.request_handler import QueuedCall, RequestHandler
 from argosy_router.proxy.resilience import Hedging, OutlierDetector, RetryBudgets
 from argosy_router.responses.background_responses import BackgroundResponses
 from argosy_router.responses.response_store import ResponseStore
@@ -158,7 +156,7 @@ class Router:
         self.accounting = RequestAccounting(
             self.metrics, self._access_log, self._ledger, capture=self._capture, policy=config.policy or ""
         )
-        self.dispatcher = Dispatcher(
+        dispatcher = Dispatcher(
             self.fleet,
             self.metrics,
             self.flow_control,
@@ -166,18 +164,12 @@ class Router:
             first_byte_timeout_s=config.first_byte_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
-        self._outliers = OutlierDetector(self.fleet, self.metrics)
+        outliers = OutlierDetector(self.fleet, self.metrics)
         self.requests = RequestHandler(
             self.flow_control,
-            self.dispatcher,
-            self._outliers,
             RetryBudgets(self.fleet),
-            self.accounting,
-            wheel=self.wheel,
-            comments=CommentSchedule(
-                config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s
-            ),
-            now=now,
+            CommentSchedule(config.flow_control.keep_alive_s, config.flow_control.keep_alive_after_s),
+            Shared(dispatcher, outliers, self.accounting, self.wheel, now),
         )
         self._keys = ApiKeys(
             config.api_keys,
@@ -251,7 +243,7 @@ class Router:
             stored,
             BackgroundResponses(stored, find=self.large_bodies.find_response),
             self.application.create_response,
-            self.accounting.count_rejection,
+            self.application.refuse,
             self.config.server.max_body_bytes,
             self.server.body_memory,
             self.large_bodies.find_response,
@@ -275,16 +267,7 @@ class Router:
             raise ConfigError(
                 f"--ext-proc-port needs gRPC ({error.name} is missing): `pip install '.[gateway]'` in the checkout"
             ) from None
-        intake = Intake(
-            self.application,
-            self.requests,
-            self.dispatcher,
-            self._outliers,
-            self.accounting,
-            limits=config.server,
-            memory=self.server.body_memory,
-            wheel=self.wheel,
-        )
+        intake = Intake(self.application, self.requests, config.server, self.server.body_memory)
         return ExtProcServer(config, intake)
 
     def _configured_discovery(self) -> Discovery:
@@ -413,11 +396,7 @@ class Router:
             frozenset((config.host, config.admin_host, socket.gethostname(), *config.admin_names)),
             self.application,
             Overviews(
-                self.fleet,
-                self.metrics,
-                history,
-                socket.gethostname(),
-                lambda: len(self.server.connections),
+                self.fleet, self.metrics, history, socket.gethostname(), lambda: len(self.server.connections)
             ),
             LoadReports(self.fleet, self.flow_control),
             socket.gethostname(),
@@ -705,11 +684,7 @@ _STORED = (
 
 
 def documented_routes(endpoints: Iterable[str], *, has_storage: bool) -> Iterator[Route]:
-    """Yield the routes of the main port.
-
-    Args:
-        endpoints: paths of the requests that the router sends to replicas.
-    """
+    """Yield the routes of the main port; `endpoints`: paths of the requests that the router sends to replicas."""
     for path in endpoints:
         yield Route("POST", path, GENERATION[path])
     yield from MODELS

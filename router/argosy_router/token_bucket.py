@@ -12,13 +12,8 @@ PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """A bucket that begins full and refills continuously at `per_minute`, which may be below one.
-
-    Args:
-        capacity: the most that it holds; by default one minute's refill, at least one.
-    """
-
-    __slots__ = ("_level", "_time", "capacity", "per_minute")
+    """A bucket that begins full and refills continuously at `per_minute`, which may be below one; `capacity`: the most
+    that it holds; by default one minute's refill, at least one."""
 
     def __init__(self, per_minute: float, now: float, capacity: float | None = None) -> None:
         self.per_minute = per_minute

@@ -30,4 +30,4 @@ async def keyed(
 def stop_clock(r: Rig) -> None:
     """Nothing is refilled from now on."""
     now = r.router.requests.now()
-    r.router.requests.now = lambda: now
+    r.router.requests.shared.now = lambda: now

@@ -21,11 +21,13 @@ from argosy_router.fair_queue import Entry, FairQueue
 from argosy_router.fleet.fleet import FleetSnapshot
 from argosy_router.fleet.replica import Member
 from argosy_router.fleet.service import Service
+from argosy_router.prefixes import MODEL_ITSELF, ServedName
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, rig, service
 
 ONE_EACH = ServiceLimits(max_inflight_per_replica=1)
+SQL = ServedName("sql")
 
 
 class Held:
@@ -192,7 +194,7 @@ async def test_the_candidates_are_kept_while_a_replica_is_ejected() -> None:
         health = r.replica(0).health
         assert health.failed(now, refused=True, may_eject=True)
         r.router.fleet.changed()
-        for name, members in (("", ["r1", "r2"]), ("sql", ["r1"])):
+        for name, members in ((MODEL_ITSELF, ["r1", "r2"]), (SQL, ["r1"])):
             kept = served.candidates.below_limit(now, (), name)
             assert [replica.name for replica in kept.replicas] == members
             assert served.candidates.below_limit(now + 0.5, (), name) is kept
@@ -207,15 +209,15 @@ def test_an_account_that_was_passed_over_has_no_claim_on_the_past() -> None:
     blocked, served = Account(KeyTerms(name="blocked"), 0.0), Account(KeyTerms(name="served"), 0.0)
     queue: FairQueue[Entry] = FairQueue()
     for _ in range(40):
-        queue.push(Entry(blocked, 0, 1.0, 1, "sql"), 1000, 1000)
+        queue.push(Entry(blocked, 0, 1.0, 1, SQL), 1000, 1000)
         queue.push(Entry(served, 0, 1.0, 1), 1000, 1000)
     for _ in range(20):
-        entry = queue.pop_named([""])
+        entry = queue.pop_named([MODEL_ITSELF])
         assert entry is not None
         assert entry.account is served
     turns = [queue.pop().account.name for _ in range(20)]
     assert 9 <= turns.count("served") <= 11
-    assert queue.pop_named(["other"]) is None
+    assert queue.pop_named([ServedName("other")]) is None
     assert len(queue) == 40
 
 
@@ -223,8 +225,13 @@ def test_priorities_hold_among_the_names_that_have_room() -> None:
     one = Account(KeyTerms(name="one"), 0.0)
     queue: FairQueue[Entry] = FairQueue()
     urgent, usual, late = (
-        Entry(one, priority, 1.0, 1, name) for priority, name in ((-1, "sql"), (0, ""), (5, ""))
+        Entry(one, priority, 1.0, 1, name)
+        for priority, name in ((-1, SQL), (0, MODEL_ITSELF), (5, MODEL_ITSELF))
     )
     for entry in (late, usual, urgent):
         queue.push(entry, 10, 10)
-    assert [queue.pop_named([""]), queue.pop_named(["", "sql"]), queue.pop()] == [usual, urgent, late]
+    assert [queue.pop_named([MODEL_ITSELF]), queue.pop_named([MODEL_ITSELF, SQL]), queue.pop()] == [
+        usual,
+        urgent,
+        late,
+    ]

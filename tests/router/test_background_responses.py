@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 import timeit
@@ -94,10 +95,10 @@ class Runs:
         self.stored = local_responses(records)
         self.background = BackgroundResponses(self.stored, max_event_bytes=max_event_bytes, poll_s=poll_s)
 
-    async def begin(self, owner: str = OWNER) -> tuple[str, Client]:
-        """Begin a response; return its id, and the client that the engine answers."""
+    async def begin(self, owner: str = OWNER, **given: Any) -> tuple[str, Client]:
+        """Begin a response, with these fields; return its id, and the client that the engine answers."""
         name = self.stored.new_id()
-        fields = {"id": name, "status": "queued", "created_at": int(time.time()), "background": True}
+        fields = {"id": name, "status": "queued", "created_at": int(time.time()), "background": True, **given}
         record = StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
         engine: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
@@ -240,6 +241,78 @@ async def test_short_events_count_as_what_they_take() -> None:
     assert len(run.events) == 100_000
     assert sum(counted) == run.size > 0.9 * taken
     assert run.forget() == sum(counted)
+
+
+async def test_a_read_of_tiny_events_is_searched_once() -> None:
+    """CPU times are compared: each event was searched for the end of the response, 50 ms for 256 KiB."""
+    data = b"a\n\n" * 87_000
+
+    def split() -> None:
+        assert len([event + b"\n\n" for event in data.split(b"\n\n") if event]) == 87_000
+
+    def send() -> None:
+        run = streamed_run([])
+        run.start(200, b"", data)
+        assert len(run.events) == 87_000
+
+    send_s, split_s = (
+        min(timeit.repeat(call, timer=time.process_time, number=1, repeat=5)) for call in (send, split)
+    )
+    assert send_s < 4 * split_s
+
+
+async def test_events_of_another_engine_are_adopted_in_turns() -> None:
+    """A million of them that wait for one response held the event loop for half a second."""
+    reserved = BodyReservation(BodyMemory(1 << 20), None, 0)
+    run = BackgroundRun(OWNER, "resp_1", b"{}", True, reserved, lambda _: None)
+    event = b'event: response.in_progress\ndata: {"response":{"id":"resp_other"}}\n\n'
+    run.start(200, b"", event + b"data: x\n\n" * 40_000)
+    turns = 0
+    while len(run.events) < 40_001:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 8
+    run.abort()
+
+
+@pytest.mark.parametrize("is_long", ["request", "refusal"])
+async def test_refused_streams_keep_what_counts(tmp_path: Path, is_long: str) -> None:
+    """Each kept its request twice, and the engine's refusal, and counted neither."""
+    runs = Runs(tmp_path, max_event_bytes=1 << 20)
+    fields = {"instructions": "x" * 400_000} if is_long == "request" else {}
+    refusal = b"{" * (400_000 if is_long == "refusal" else 1)
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            name, engine = await runs.begin(**fields)
+            reader = runs.follow(name)
+            engine.respond(400, b"", refusal + b"%d" % number)
+            await reader.read_all()
+            assert reader.is_aborted or b"response.failed" in reader.data
+        del engine, reader
+        gc.collect()  # a reader and what it follows refer to each other
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 2 << 20
+    await runs.background.close()
+
+
+async def test_whether_a_stored_response_is_over_is_read_without_its_output(tmp_path: Path) -> None:
+    """A million items held the loop of `argosy batch` for more than a second at each read."""
+    records = StoredResponses(ObjectStore(DirectoryStore(tmp_path), Quota(1 << 26, 100)))
+    name = local_responses(records).new_id()
+    item: dict[str, Any] = {"id": "m", "type": "message", "role": "assistant", "content": []}
+    fields = {"id": name, "status": "completed", "created_at": time.time(), "output": [item] * 50_000}
+    record = StoredResponse(msgspec.Raw(json.dumps(fields).encode()), [])
+    await records.add(OWNER, name, record)
+    tracemalloc.start()
+    try:
+        assert await records.find(OWNER, name) is not None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(record.response)
 
 
 async def test_events_end_with_any_blank_line_wherever_pieces_are_cut() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -97,6 +98,23 @@ async def test_a_file_with_too_many_requests_is_refused_before_all_is_read() -> 
     found: Any = await validate(endless(), CHATS, 100)
     assert [error.code for error in found.errors] == ["maximum_requests_exceeded"]
     assert num_read < 5
+
+
+async def test_blank_lines_are_split_in_turns() -> None:
+    """Only requests let other work have its turn: a megabyte of blank lines held the event loop for 80 ms."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    found = await check(b"\n" * (1 << 20) + line("a"))
+    counting.cancel()
+    assert found == Validation(1, "tiny", [])
+    assert turns >= 16
 
 
 async def test_the_time_for_a_line_grows_with_its_length() -> None:

@@ -923,7 +923,8 @@ async def test_a_client_that_leaves_ends_what_it_reads_and_nothing_that_changes_
         request = Request(method.encode(), b"/v1/files/file-1", [], is_http10=False, keep_alive=True)
         client: Any = Leaving()
         async with asyncio.timeout(DEADLINE_S):
-            routes.on_request(client, request, ANONYMOUS, b"id")
+            request.id, request.grant = b"id", ANONYMOUS
+            routes.on_request(client, request)
             await is_asked.wait()
             client.listener.on_client_lost()
             if method == "DELETE":

@@ -17,7 +17,7 @@ from argosy_router.fleet.candidates import BATCHES_PER_REPLICA, NO_LIMIT
 from argosy_router.fleet.replica import Member, Replica, ServiceKeys
 from argosy_router.fleet.service import Service
 from argosy_router.flow_control import NAMES_PER_TICK, Bounds, ServiceQueue
-from argosy_router.prefixes import ReplicaPrefixes
+from argosy_router.prefixes import MODEL_ITSELF, ReplicaPrefixes, ServedName
 from argosy_router.simulation import unused_pool
 
 HELLO = Hello(
@@ -115,7 +115,7 @@ def test_the_capacity_is_that_of_a_look_at_every_replica(limit: int, steps: list
         else:
             replicas[which].prefixes.clear()
         routable = [replica for replica in replicas if not replica.is_draining]
-        for name in ("", "adapter-0"):
+        for name in (MODEL_ITSELF, ServedName("adapter-0")):
             for account in (None, "a", "b"):
                 if not routable:
                     with pytest.raises(Unavailable):
@@ -127,7 +127,7 @@ def test_the_capacity_is_that_of_a_look_at_every_replica(limit: int, steps: list
 
 class Waiting:
     def __init__(self, made: Service, name: str) -> None:
-        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, name, 1, self.admit, self.refuse)
+        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, ServedName(name), 1, self.admit, self.refuse)
         self._made = made
         self.is_sent = False
 
@@ -202,7 +202,7 @@ def test_a_tick_looks_at_some_of_many_names() -> None:
 
 class Sent:
     def __init__(self, name: str) -> None:
-        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, name, 1, self.admit, self.refuse)
+        self.request = QueuedRequest(ANONYMOUS, 0, 1.0, 1, ServedName(name), 1, self.admit, self.refuse)
         self.is_sent = False
 
     def admit(self) -> None:

@@ -33,7 +33,7 @@ def busy(status: int = 429, headers: str = f"retry-after: {RETRY_AFTER_S:.0f}\r\
 def let_pass(r: Rig, seconds: float) -> None:
     """Move the clock ahead by which replicas are chosen; it stands still from then on."""
     now = r.router.requests.now() + seconds
-    r.router.requests.now = lambda: now
+    r.router.requests.shared.now = lambda: now
 
 
 async def ask(r: Rig, count: int) -> list[tuple[str, str]]:

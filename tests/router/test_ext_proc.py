@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from argosy_protocol.fleet import FleetDocument, ServiceLimits
 from argosy_router import ext_proc
 from argosy_router.config import FlowControlLimits, ServerLimits
 from argosy_router.gateway import GatewayRequest
+from argosy_router.http.limits import AddressGroups
 
 from .fake_engine import MODEL, NORMAL_STREAM, Connection, FakeEngine, Received
-from .harness import Rig, chat, is_settled, rig, service
+from .harness import DEADLINE_S, Rig, chat, is_settled, rig, service
 from .scripted_envoy import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED, envoy
 
 LONG = "a shared prefix " * 200
@@ -478,6 +480,120 @@ def test_a_large_body_is_read_and_what_is_beside_it_is_bounded() -> None:
     message.metadata_context.filter_metadata.add(key="k" * ext_proc.MAX_BESIDE_BODY_BYTES)
     with pytest.raises(ext_proc.MessageTooLarge):
         ext_proc.parse(message.SerializeToString())
+
+
+class SlowSender:
+    """A peer that opens streams by HTTP/2, and sends of each first message as much as it may, but not its end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._windows: dict[int, int] = {0: 65535}
+        self._rest: dict[int, int] = {}
+        self._initial = 65535
+        self.sent = 0
+
+    def _write(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+        self._writer.write(head + payload)
+
+    async def open(self, streams: int, message_bytes: int) -> None:
+        self._writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        await self.fence()
+        path = "/".join(("", *ext_proc.PROCESS)).encode()
+        fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"a"}
+        fields |= {b"content-type": b"application/grpc", b"te": b"trailers"}
+        block = b"".join(
+            b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+            for name, value in fields.items()
+        )
+        for number in range(1, 2 * streams, 2):
+            self._windows[number] = self._initial
+            self._rest[number] = message_bytes + 4  # all but one byte
+            self._write(1, 4, number, block)
+            self._send(number, b"\0" + message_bytes.to_bytes(4, "big"))
+
+    def _send(self, stream: int, data: bytes) -> None:
+        self._write(0, 0, stream, data)
+        self.sent += len(data)
+        self._windows[0] -= len(data)
+        self._windows[stream] -= len(data)
+        self._rest[stream] -= len(data)
+
+    def push(self) -> None:
+        """Send what the windows allow."""
+        for stream in list(self._windows)[1:]:
+            while (size := min(16384, self._windows[stream], self._windows[0], self._rest[stream])) > 0:
+                self._send(stream, bytes(size))
+
+    async def fence(self) -> None:
+        """Read until the peer has seen what was sent."""
+        self._write(4, 0, 0, b"")
+        while True:
+            head = await self._reader.readexactly(9)
+            payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+            if kind == 8 and stream in self._windows:
+                self._windows[stream] += int.from_bytes(payload, "big")
+            elif kind == 4 and not flags & 1:
+                settings = {payload[at + 1]: payload[at + 2 : at + 6] for at in range(0, len(payload), 6)}
+                self._initial = int.from_bytes(settings.get(4, self._initial.to_bytes(4, "big")), "big")
+                self._write(4, 1, 0, b"")
+            elif kind == 6:
+                self._write(6, 1, 0, payload)
+            elif kind == 4:
+                return
+
+
+async def test_of_first_messages_few_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reached the port could have it hold one of 33 MB on each of any number of streams, without a key."""
+    monkeypatch.setattr(ext_proc, "FIRST_MESSAGE_S", DEADLINE_S)
+    limits = ServerLimits(max_body_bytes=1 << 20, max_inflight_bytes=1 << 20, header_timeout_s=DEADLINE_S)
+    message_bytes, streams = 2 << 20, 64
+    async with rig([FakeEngine()], ext_proc_port=0, server=limits) as r, envoy(r) as gateway:
+        assert r.router.gateway is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.router.gateway.port)
+        sender = SlowSender(reader, writer)
+        try:
+            await sender.open(streams, message_bytes)
+            async with asyncio.timeout(DEADLINE_S):
+                while sender.sent < message_bytes + streams * 1000:
+                    sender.push()
+                    await sender.fence()
+                for _ in range(50):
+                    sender.push()
+                    await sender.fence()
+            assert sender.sent <= 2 * message_bytes + streams * ext_proc.UNREAD_BYTES
+        finally:
+            writer.close()
+        assert (await gateway.request(chat())).status == 200
+
+
+async def test_streams_without_a_first_message_end_and_others_are_served() -> None:
+    limits = ServerLimits(header_timeout_s=0.1, max_inflight_bytes=32 << 20)
+    async with rig([FakeEngine()], ext_proc_port=0, server=limits) as r, envoy(r) as gateway:
+        codes = [await stream.call.code() for stream in [gateway.open() for _ in range(8)]]
+        assert set(codes) <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
+        answers = await asyncio.gather(*(gateway.request(chat()) for _ in range(32)))
+        assert {answer.status for answer in answers} == {200}
+
+
+async def test_addresses_have_a_part_of_the_places_for_first_messages() -> None:
+    firsts = ext_proc.FirstMessages(8 << 20, 1 << 20, AddressGroups((ip_network("10.0.0.0/8"),)))
+    slow = "ipv4:192.0.2.1:1"
+    async with contextlib.AsyncExitStack() as held:
+        for number in range(2):
+            await held.enter_async_context(firsts.place(f"{slow}{number}", DEADLINE_S))
+        with pytest.raises(ext_proc.TooManyUnread):
+            async with firsts.place(slow, 0.0):
+                pass
+        for peer in ("ipv6:%5B2001:db8::1%5D:7", *["ipv4:10.0.0.1:7"] * 5):
+            await held.enter_async_context(firsts.place(peer, DEADLINE_S))
+        with pytest.raises(ext_proc.TooManyUnread):
+            async with firsts.place("ipv4:192.0.2.2:1", 0.0):
+                pass
+    async with firsts.place(slow, 0.0):
+        pass
 
 
 async def test_bytes_that_are_no_message_end_the_stream() -> None:

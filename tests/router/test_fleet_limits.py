@@ -75,7 +75,7 @@ class Fleet:
         )
         await self._stack.enter_async_context(router.serving())
         now = time.monotonic() + 3600.0
-        router.requests.now = lambda: now  # nothing is refilled
+        router.requests.shared.now = lambda: now  # nothing is refilled
         self.routers[name] = router
         self.http[name] = await self._stack.enter_async_context(
             httpx.AsyncClient(

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from argosy_router.config import ServerLimits
-from argosy_router.http.request_reader import Phase
+from argosy_router.http.messages import Phase
 from argosy_router.observability.lines import LineWriter
 
 from .fake_engine import Connection, FakeEngine, Received

@@ -51,7 +51,7 @@ async def test_credit_does_not_pile_up() -> None:
     slow = Slow()
     slow.go_on.set()
     async with hedged(slow, slow) as r:
-        credit = r.router.dispatcher.hedging.credit
+        credit = r.router.requests.shared.dispatcher.hedging.credit
         for number in range(3):
             await r.chat(str(number), stream=True)
         (earning,) = credit

@@ -67,7 +67,7 @@ async def test_an_answer_that_is_held_counts_until_it_is_forwarded() -> None:
         connection.writer.write(body[-1:])
 
     async with rig([FakeEngine(script=script)]) as r:
-        memory = r.router.requests.event_memory
+        memory = r.router.requests.shared.event_memory
         asked = asyncio.create_task(r.chat())
         await r.until(lambda: memory.held >= MIB - 200)
         may_end.set()
@@ -87,7 +87,7 @@ async def test_an_unfinished_event_counts_until_it_is_whole_or_its_attempt_over(
         connection.end_stream()
 
     async with rig([FakeEngine(script=script)]) as r:
-        memory = r.router.requests.event_memory
+        memory = r.router.requests.shared.event_memory
         async with r.http.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
             await r.until(lambda: memory.held >= MIB)
             if ends:

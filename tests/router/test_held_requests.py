@@ -12,7 +12,7 @@ import pytest
 from argosy_protocol.fleet import FleetDocument
 from argosy_router.config import FlowControlLimits
 from argosy_router.flow_control import TOLD_PER_TURN
-from argosy_router.proxy.request_handler import QueuedCall
+from argosy_router.proxy.exchange import QueuedCall
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, event
 from .harness import StoppedClock, chat, raw, rig, service

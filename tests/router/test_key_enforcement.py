@@ -14,6 +14,7 @@ from argosy_protocol.telemetry import Draining
 from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.config import FlowControlLimits
+from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Request
 from argosy_router.proxy.call import names_for
 
@@ -173,7 +174,9 @@ async def test_models_are_listed_anew_when_they_or_the_keys_terms_have_changed(t
         assert b"fast" in listed(r)[0]
 
 
-async def test_a_replica_that_changes_its_state_has_no_list_of_models_made_anew(tmp_path: Path) -> None:
+async def test_a_replica_that_changes_its_state_has_no_list_of_models_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may do so thousands of times a second; a list of a thousand services takes five milliseconds."""
     async with keyed(tmp_path, "") as r:
         first, _ = listed(r)
@@ -182,6 +185,9 @@ async def test_a_replica_that_changes_its_state_has_no_list_of_models_made_anew(
         await r.until_state(0, "draining")
         assert r.router.fleet.revision > revision
         assert listed(r)[0] is first
+        with monkeypatch.context() as patched:  # the lengths of all names were compared for each request
+            patched.setattr(Service, "max_model_len", property(lambda _: pytest.fail("asked again")))
+            assert listed(r)[0] is first
         shorter = FakeEngine(hello={"max_model_len": 100})
         async with shorter:
             r.discovery.set(FleetDocument(services=(service([*r.engines, shorter]),)))

@@ -100,7 +100,7 @@ async def read(
         endpoint,
         request.body,
         holder,
-        lambda examined: CallDraft(r.router.fleet, endpoint, request, examined, b"id", holder, b""),
+        lambda examined: CallDraft(r.router.fleet, endpoint, request, examined, holder, b""),
         has_state=False,
         on_call=done.set_result,
         on_refused=done.set_result,
@@ -184,7 +184,7 @@ async def test_another_process_finds_what_this_one_finds(holder: Account, has_fo
             body = given if isinstance(given, bytes) else json.dumps(given).encode()
             path = f"/v1/{endpoint}".encode()
             try:
-                call = decode_call(r.router.fleet, endpoint, incoming(body, path), b"id", holder)
+                call = decode_call(r.router.fleet, endpoint, incoming(body, path), holder)
                 if has_foreign:
                     call.reduce_body()
                 expected = facts(call)

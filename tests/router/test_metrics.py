@@ -17,8 +17,8 @@ from argosy_batch.config import BatchConfig
 from argosy_protocol.fleet import FleetDocument
 from argosy_router import metrics
 from argosy_router.metrics import DEFINITIONS
-from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.lines import LineHandler, LineWriter
+from argosy_router.observability.request_log import AccessEntry, AccessLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
 from .harness import DEADLINE_S, chat, rig, service

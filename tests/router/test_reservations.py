@@ -49,7 +49,7 @@ async def metered(
     keys.write_text(f"sk-key name=key tokens_per_minute={limit}\n")
     clock = Clock()
     async with rig(engines, api_keys_file=keys, **config) as r:
-        r.router.requests.now = clock
+        r.router.requests.shared.now = clock
         r.http.headers["authorization"] = "Bearer sk-key"
         for engine in engines:
             engine.announce(Load(core_step_age_s=0.0, prefill_tokens_per_s=1e6, decode_step_s=STEP_S))

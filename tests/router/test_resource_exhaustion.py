@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from argosy_router.config import ServerLimits
-from argosy_router.http.request_reader import Phase
+from argosy_router.http.messages import Phase
 from argosy_router.proxy.accounting import AttemptLog, RefusalLog
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event

@@ -26,7 +26,7 @@ async def test_requests_over_a_rate_limit_earn_no_retries(tmp_path: Path) -> Non
     keys.write_text("sk-any name=any\nsk-limited name=limited requests_per_minute=1\n")
     async with rig([FakeEngine(script=refuse) for _ in range(3)], api_keys_file=keys) as r:
         now = time.monotonic()
-        r.router.requests.now = lambda: now  # the floor adds nothing
+        r.router.requests.shared.now = lambda: now  # the floor adds nothing
 
         async def attempts(key: str) -> int:
             before = sum(len(engine.requests) for engine in r.engines)

@@ -31,8 +31,9 @@ from argosy_router.admin.app import explain_body
 from argosy_router.admin.overview import LoadReports
 from argosy_router.discovery.kubernetes import Pod, members_of
 from argosy_router.discovery.sources import snapshot_of
-from argosy_router.fleet.candidates import CANARY, STABLE, RevisionSides
+from argosy_router.fleet.candidates import RevisionSides
 from argosy_router.fleet.replica import Member, Replica
+from argosy_router.prefixes import ServedName
 from argosy_router.proxy import resilience
 
 from .failure_scripts import never_answer
@@ -178,10 +179,13 @@ async def test_what_one_side_cannot_answer_goes_to_the_other_and_not_to_further_
     async with divided_rig(100, count=4) as r:
         service = r.router.fleet.services["default/svc"]
         canary, other = r.replica(2), r.replica(3)
-        assert service.candidates.healthy(0.0, (), CANARY).replicas == [canary]
-        assert service.candidates.healthy(0.0, [canary], CANARY).replicas == [r.replica(0), r.replica(1)]
+        assert service.candidates.healthy(0.0, (), ServedName(side="canary")).replicas == [canary]
+        assert service.candidates.healthy(0.0, [canary], ServedName(side="canary")).replicas == [
+            r.replica(0),
+            r.replica(1),
+        ]
         everyone_else = Unsearched([r.replica(0), r.replica(1), canary])
-        assert service.candidates.healthy(0.0, everyone_else, STABLE).replicas == [other]
+        assert service.candidates.healthy(0.0, everyone_else, ServedName(side="stable")).replicas == [other]
 
 
 NAMES = pytest.mark.parametrize("model", [f"{MODEL}:sql", "small"])
@@ -228,7 +232,7 @@ async def test_a_side_that_cannot_answer_as_a_name_leaves_it_to_replicas_that_ha
     async with named_rig(100) as r:
         candidates = r.router.fleet.services["default/svc"].candidates
         plain, stable, canary, other = (r.replica(number) for number in range(4))
-        name = CANARY + model.removeprefix(f"{MODEL}:")
+        name = ServedName(model.removeprefix(f"{MODEL}:"), "canary")
         assert candidates.healthy(0.0, (), name).replicas == [canary]
         assert candidates.healthy(0.0, [canary], name).replicas == [stable]
         assert candidates.healthy(0.0, [canary, stable], name).replicas == [other]
@@ -435,9 +439,9 @@ def test_figures_leave_their_window_and_take_bounded_memory() -> None:
 
 def test_sides_by_revision() -> None:
     named = RevisionSides(RevisionSplit(canary="new", stable="old"))
-    assert [named.side_of(each) for each in ("new", "old", "third", "")] == [CANARY, STABLE, "", ""]
+    assert [named.side_of(each) for each in ("new", "old", "third", "")] == ["canary", "stable", "", ""]
     unnamed = RevisionSides(RevisionSplit(canary="new"))
-    assert [unnamed.side_of(each) for each in ("new", "old", "")] == [CANARY, STABLE, STABLE]
+    assert [unnamed.side_of(each) for each in ("new", "old", "")] == ["canary", "stable", "stable"]
 
 
 def test_pods_tell_their_revision_by_their_label() -> None:

@@ -18,6 +18,7 @@ from argosy_router.auth.accounts import Account
 from argosy_router.auth.key_terms import KeyTerms
 from argosy_router.fair_queue import QueuedRequest
 from argosy_router.flow_control import HOLD_BACK_S, Bounds, ServiceQueue
+from argosy_router.prefixes import MODEL_ITSELF
 
 from .fake_engine import MODEL, Connection, FakeEngine, Received, answer_normally
 from .harness import Rig, raw, rig
@@ -250,7 +251,7 @@ class Asked:
         self, replicas: Replicas, sequences: int, account: Account | None = None, cost: float = 1.0
     ) -> None:
         account = account or Account(KeyTerms(name="a"), 0.0)
-        self.request = QueuedRequest(account, 0, cost, 1, "", sequences, self.admit, self.refuse)
+        self.request = QueuedRequest(account, 0, cost, 1, MODEL_ITSELF, sequences, self.admit, self.refuse)
         self.told: list[str | ApiError] = []
         self._replicas = replicas
 
@@ -272,7 +273,7 @@ def service_queue_with(
         replicas.taken += 1
     waiters = [Asked(replicas, sequences) for sequences in waiting]
     for waiter in waiters:
-        assert not queue.try_admit(0.0, "", waiter.request.sequences)
+        assert not queue.try_admit(0.0, MODEL_ITSELF, waiter.request.sequences)
         queue.enqueue(waiter.request, 0.0)
     queue.tick(0.0)
     return queue, waiters
@@ -328,7 +329,7 @@ def test_an_account_s_large_calls_hold_back_others_for_a_small_share_of_the_time
             replicas, seats if name == "large" else 1, accounts[name], 1.0 if name == "large" else 9.0
         )
         asked[request] = now
-        if queue.try_admit(now, "", request.request.sequences):
+        if queue.try_admit(now, MODEL_ITSELF, request.request.sequences):
             request.admit()
         else:
             queue.enqueue(request.request, now)
@@ -363,7 +364,7 @@ def test_large_calls_of_many_accounts_hold_back_others_no_longer_than_those_of_o
     queue = ServiceQueue("tiny", replicas.room, lambda: Bounds(100, 1000, 600.0, 0.0), 0.0, replicas.takes)
     larges, small = [Asked(replicas, 8) for _ in range(20)], Asked(replicas, 1)
     for each in (*larges, small):
-        assert not queue.try_admit(0.0, "", each.request.sequences)
+        assert not queue.try_admit(0.0, MODEL_ITSELF, each.request.sequences)
         queue.enqueue(each.request, 0.0)
     held_steps, longest, num_large, num_small, step_s, steps = 0, 0, 0, 0, 0.1, 1200
     run = 0
@@ -407,7 +408,7 @@ def test_without_room_a_large_call_waits_however_long() -> None:
 def test_retracted_sequences_are_freed() -> None:
     replicas = Replicas(4)
     queue, _ = service_queue_with(replicas, 0)
-    assert queue.try_admit(0.0, "", 4)
+    assert queue.try_admit(0.0, MODEL_ITSELF, 4)
     queue.retract(0.0, 4)
     assert (queue.active, queue.sequences) == (0, 0)
-    assert queue.try_admit(0.0, "", 4)
+    assert queue.try_admit(0.0, MODEL_ITSELF, 4)

@@ -11,6 +11,7 @@ from argosy_protocol.errors import ApiError, TooManyRequests, Unavailable
 from argosy_router.auth.accounts import Account
 from argosy_router.fair_queue import QueuedRequest
 from argosy_router.flow_control import MAX_RETRY_AFTER_S, Bounds, ServiceQueue
+from argosy_router.prefixes import MODEL_ITSELF
 
 from .accounts import account
 
@@ -19,7 +20,9 @@ class Told:
     """Remembers how it ended."""
 
     def __init__(self, owner: Account, priority: int = 0, size: int = 1, sequences: int = 1) -> None:
-        self.request = QueuedRequest(owner, priority, 1.0, size, "", sequences, self.admit, self.refuse)
+        self.request = QueuedRequest(
+            owner, priority, 1.0, size, MODEL_ITSELF, sequences, self.admit, self.refuse
+        )
         self.told: list[str | ApiError] = []
 
     def admit(self) -> None:
@@ -213,7 +216,7 @@ class ServiceQueueMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1), priority=st.integers(0, 1), sequences=st.sampled_from([1, 1, 2, 5]))
     def arrive(self, number: int, priority: int, sequences: int) -> None:
-        if self.queue.try_admit(self.now, "", sequences):
+        if self.queue.try_admit(self.now, MODEL_ITSELF, sequences):
             if self.replicas.seats is None:  # the last look is a moment old
                 self.queue.retract(self.now, sequences)
                 return

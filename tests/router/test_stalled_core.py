@@ -63,7 +63,7 @@ async def stopping(
     fields = {"policy": "round-robin", **config}
     stream = fields.pop("stream", True)
     async with rig([FakeEngine(script=core), *others], **fields) as r:
-        r.router.requests.now = lambda: time.monotonic() + passed[0]
+        r.router.requests.shared.now = lambda: time.monotonic() + passed[0]
         while True:
             asked = asyncio.create_task(r.chat("tell", stream=stream))
             stopped = asyncio.create_task(core.stopped.wait())

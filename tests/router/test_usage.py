@@ -12,7 +12,7 @@ import pytest
 
 from argosy_protocol.headers import RESUME
 from argosy_router.observability.lines import AppendFile
-from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.observability.request_log import UsageLedger
 from argosy_router.proxy.answer_tokens import TAIL_BYTES, TokenUsage, UsageFinder, find_usage, without_usage
 
 from .fake_engine import DONE, Connection, FakeEngine, Received, completion, event
@@ -115,7 +115,7 @@ async def test_entries_that_a_disk_refuses_are_written_later(
 
 
 async def test_files_are_bounded_and_have_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy_router.observability.usage_ledger.MAX_FILE_BYTES", 300)
+    monkeypatch.setattr("argosy_router.observability.request_log.MAX_FILE_BYTES", 300)
     ledgers = [UsageLedger(tmp_path, "r1", clock=lambda: NINE) for _ in range(2)]
     for _ in range(3):
         for ledger in ledgers:

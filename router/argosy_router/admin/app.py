@@ -14,6 +14,7 @@ import ipaddress
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -39,7 +40,7 @@ from argosy_protocol.headers import KeyRing, internal_key
 from argosy_protocol.reports import ADMIN_KEY_UID, LOAD_PATH, REPORT_PATH
 from argosy_router.admin.overview import LoadReports, Overviews
 from argosy_router.admin.playground_client import PlaygroundClient
-from argosy_router.fleet.candidates import Candidates, split_side
+from argosy_router.fleet.candidates import Candidates
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
@@ -390,26 +391,21 @@ def explain(fleet: Fleet, service: Service, prompt: Prompt, now: float) -> Expla
     rng = random.Random()  # noqa: S311 - a copy of the one that breaks ties
     rng.setstate(fleet.rng.getstate())
     tokens = service.lengths.tokens(prompt)
-    try:
-        candidates = service.candidates.below_limit(now, name=prompt.name)
-        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
-    except ApiError as error:
-        return Explanation(
-            model=service.spec.model,
-            service=service.spec.qualified_name,
-            policy=policy,
-            prompt_tokens=tokens,
-            prompt_chunks=len(prompt.hashes),
-            replica=None,
-            reason=error.message,
-            excluded=_excluded(service, prompt, (), now),
-        )
-    return Explanation(
+    explained = partial(
+        Explanation,
         model=service.spec.model,
         service=service.spec.qualified_name,
         policy=policy,
         prompt_tokens=tokens,
         prompt_chunks=len(prompt.hashes),
+    )
+    try:
+        candidates = service.candidates.below_limit(now, name=prompt.name)
+        choice = service.choose(prompt, now, rng, policy=policy, is_trial=True)
+    except ApiError as error:
+        excluded = _excluded(service, prompt, (), now)
+        return explained(replica=None, reason=error.message, excluded=excluded)
+    return explained(
         replica=choice.replica.name,
         reason=choice.decision.reason,
         predicted_cached_tokens=choice.decision.predicted_tokens,
@@ -463,10 +459,9 @@ def _excluded(
 
 
 def _why_not(service: Service, prompt: Prompt, replica: Replica, now: float) -> str:
-    side, name = split_side(prompt.name)
-    if not replica.serves(name):
-        return f"it does not have {name!r}"
-    if not replica.serves(side):
+    if not replica.serves(prompt.name._replace(side="")):
+        return f"it does not have {prompt.name.name!r}"
+    if not replica.serves(prompt.name):
         return "it is on the other side of the canary rollout"
     if replica.is_draining or replica.has_announced_drain:
         return "it is draining"

@@ -160,11 +160,8 @@ def _between(before: _Sums, after: _Sums, bounds: Sequence[float]) -> Figures:
 
 
 def quantile(share: float, counts: Sequence[float], bounds: Sequence[float]) -> float | None:
-    """Estimate the value below which `share` of the observations lie, like Prometheus' `histogram_quantile`.
-
-    Args:
-        counts: observations per bucket, one more than `bounds`: the last bucket has no upper bound.
-    """
+    """Estimate the value below which `share` of the observations lie, like Prometheus' `histogram_quantile`; `counts`:
+    observations per bucket, one more than `bounds`: the last bucket has no upper bound."""
     wanted = share * sum(counts)
     if not wanted:
         return None

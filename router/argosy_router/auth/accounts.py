@@ -22,8 +22,6 @@ from argosy_router.token_bucket import PERIOD_S, TokenBucket
 class RateLimits:
     """The two buckets of an account; either may be missing."""
 
-    __slots__ = ("requests", "tokens")
-
     def __init__(self) -> None:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -232,8 +230,6 @@ class KeyLimits:
 class Reservation:
     """What one request has reserved of its key's limits."""
 
-    __slots__ = ("_is_open", "_limits", "_sequences", "_tokens", "header_lines")
-
     def __init__(self, limits: KeyLimits, tokens: int, sequences: int, header_lines: bytes) -> None:
         self._limits = limits
         self._tokens = tokens
@@ -285,11 +281,8 @@ class Account(KeyLimits):
         self.apply(terms, now, secret)
 
     def apply(self, terms: KeyTerms, now: float, secret: bytes = b"") -> None:
-        """Apply new terms from the next request on; what was used of the old limits stays used.
-
-        Args:
-            secret: up to 64 bytes that no other account knows; empty only where the cache is shared.
-        """
+        """Apply new terms from the next request on; what was used of the old limits stays used. `secret`: up to 64
+        bytes that no other account knows; empty only where the cache is shared."""
         assert secret or terms.cache == "shared"
         self.name = terms.name
         self.weight = terms.weight

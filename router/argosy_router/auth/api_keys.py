@@ -99,11 +99,8 @@ class KeyTable:
         return problems
 
     def load_in_steps(self, text: str, now: float, problems: list[str]) -> Iterator[None]:
-        """Do the same in steps of some milliseconds: until the last one the keys before are accepted.
-
-        Args:
-            problems: gets messages about lines that are left out.
-        """
+        """Do the same in steps of some milliseconds: until the last one the keys before are accepted; `problems`: gets
+        messages about lines that are left out."""
         keys = dict(self._fixed)
         terms_of: dict[str, KeyTerms] = {terms.name: terms for terms in keys.values()}
         for number, line in enumerate(_LINE_END.split(text), 1):

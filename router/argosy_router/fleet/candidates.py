@@ -23,13 +23,8 @@ from argosy_protocol.reports import SIDE_BOUNDS_S, TTFT_BOUNDS_S, WINDOW_SLICES,
 from argosy_router.fleet.health import panics
 from argosy_router.fleet.replica import Replica, ReplicaLoad
 from argosy_router.policy import Candidate
-from argosy_router.prefixes import PrefixIndex
+from argosy_router.prefixes import MODEL_ITSELF, PrefixIndex, ServedName, Side
 
-STABLE: Final = "\0stable\0"
-"""Name that replicas of the stable side serve. They also serve it followed by each of their adapters and aliases, of
-which none begins with NUL."""
-CANARY: Final = "\0canary\0"
-"""Name that replicas of the canary side serve, likewise."""
 _ATTEMPTS: Final = 0
 _FAILURES: Final = 1
 _CLIENT_ERRORS: Final = 2
@@ -48,19 +43,8 @@ _SIZE: Final = _ITL + len(SIDE_BOUNDS_S) + 1
 tokens."""
 
 
-def split_side(name: str) -> tuple[str, str]:
-    """Return the side (empty for any) and the adapter or alias (empty for the model itself) of a name that replicas
-    serve."""
-    for side in (STABLE, CANARY):
-        if name.startswith(side):
-            return side, name[len(side) :]
-    return "", name
-
-
 class _SideCounts:
     """What the attempts at one side came to: in the slices of a window, and in all."""
-
-    __slots__ = ("_slice_s", "_slices", "_total")
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / WINDOW_SLICES
@@ -124,25 +108,23 @@ class RevisionSides:
     100 a canary replica is drawn for no more requests than a stable one.
     """
 
-    __slots__ = ("_counts", "split")
-
     def __init__(self, split: RevisionSplit) -> None:
         self.split = split
-        self._counts = {side: _SideCounts(float(split.window_s)) for side in (STABLE, CANARY)}
+        self._counts = {side: _SideCounts(float(split.window_s)) for side in ("stable", "canary")}
 
-    def side_of(self, revision: str) -> str:
+    def side_of(self, revision: str) -> Side:
         """The side of a replica of this revision; empty if it is of another one, which answers only if no side can."""
         if revision == self.split.canary:
-            return CANARY
-        return STABLE if self.split.stable in ("", revision) else ""
+            return "canary"
+        return "stable" if self.split.stable in ("", revision) else ""
 
-    def draw(self, drawn_by: bytes, share: float) -> str:
+    def draw(self, drawn_by: bytes, share: float) -> Side:
         """The side that answers a request; the same for equal `drawn_by`, at all routers that know of the same
         replicas. `share` is the canary's, as `share` computes it."""
         drawn = xxh3_64_intdigest(b"revision " + drawn_by)
         # The whole part first, as routers have drawn that know no other.
         percent = drawn % 100 + drawn // 100 % 100 / 100
-        return CANARY if percent < 100 * share else STABLE
+        return "canary" if percent < 100 * share else "stable"
 
     def share(self, num_stable: int, num_canary: int) -> float:
         """The canary's share of the requests with so many routable replicas on each side: its weight, but no more than
@@ -197,10 +179,10 @@ class RevisionSides:
         return RolloutReport(
             canary_revision=self.split.canary,
             weight=self.split.weight,
-            stable=self._counts[STABLE].report(now),
-            canary=self._counts[CANARY].report(now),
-            stable_total=self._counts[STABLE].total(),
-            canary_total=self._counts[CANARY].total(),
+            stable=self._counts["stable"].report(now),
+            canary=self._counts["canary"].report(now),
+            stable_total=self._counts["stable"].total(),
+            canary_total=self._counts["canary"].total(),
         )
 
 
@@ -218,8 +200,6 @@ class Capacity:
     Invariant: a lookup costs as much as there were changes since the last one, whatever the number of replicas; only
     for an account of a router with keys it also looks at replicas that run calls with several sequences.
     """
-
-    __slots__ = ("_free", "_num_unknown", "_replicas", "_rooms", "_with_large_calls", "largest", "limit")
 
     def __init__(self, replicas: Sequence[Replica], limit: int) -> None:
         """`limit`: sequences in flight that a replica may have; 0 if it takes as many as fit into its batch."""
@@ -258,13 +238,10 @@ class Capacity:
                 self._with_large_calls.pop(load, None)
 
     def free(self, account: object = None) -> int:
-        """Return how many more sequences the replicas can take together; zero or less if they are full.
-
-        Args:
-            account: whose sequences they would be. Other accounts' calls with several sequences then count as half of a
-                replica's batch at most: an engine gives slots that such calls hold beyond that to others, so these need
-                not wait until the calls have ended. Without an account they count in full.
-        """
+        """Return how many more sequences the replicas can take together; zero or less if they are full. `account`:
+        whose sequences they would be. Other accounts' calls with several sequences then count as half of a replica's
+        batch at most: an engine gives slots that such calls hold beyond that to others, so these need not wait until
+        the calls have ended. Without an account they count in full."""
         if self._num_unknown:
             return NO_LIMIT
         if account is None or not self._with_large_calls:
@@ -286,16 +263,12 @@ class Capacity:
         return max(capacity - taken, load.max_num_seqs - capacity)
 
 
-_ONLY: Final = "\0only\0"
-"""Beginning of a name that only some endpoints serve: these follow, then NUL and the name that they serve otherwise."""
 _MAX_KEPT: Final = 256
 """Names whose candidates are cached; a gateway may allow any subset."""
 
 
 class Candidates:
     """The replicas that a request may be sent to, ordered by name as policies expect."""
-
-    __slots__ = ("capacity", "loads", "positions", "replicas", "slot_changes")
 
     def __init__(self, replicas: list[Replica], slot_changes: int) -> None:
         self.replicas = replicas
@@ -310,14 +283,6 @@ class Candidates:
         """Set by the first lookup."""
 
 
-def _split_endpoints(name: str) -> tuple[frozenset[str] | None, str]:
-    """Return the endpoints (None for any) and the rest of a name."""
-    if not name.startswith(_ONLY):
-        return None, name
-    endpoints, _, rest = name[len(_ONLY) :].partition("\0")
-    return frozenset(endpoints.split(",")), rest
-
-
 class CandidatePool:
     """The candidates of one service."""
 
@@ -328,8 +293,8 @@ class CandidatePool:
         """Aliases that some replica does not have."""
         self._replicas = replicas
         self._index = index
-        self._kept: dict[str, Candidates] = {}
-        """Name, as in `Prompt.name` -> cached candidates; the empty name stands for the model itself."""
+        self._kept: dict[ServedName, Candidates] = {}
+        """What they serve -> cached candidates."""
         self._changed: set[ReplicaLoad] = set()
         """Loads that have changed since the last lookup of a capacity, of replicas that are or were candidates."""
         self.num_rooms_computed = 0
@@ -347,7 +312,7 @@ class CandidatePool:
         """Whether so many replicas are ejected that ejections are ignored."""
         return panics([replica.health for replica in self._replicas.values() if replica.is_routable])
 
-    def restricted(self, name: str, endpoints: Collection[str]) -> str:
+    def restricted(self, name: ServedName, endpoints: Collection[str]) -> ServedName:
         """Return the name by which only these endpoints (HOST:PORT) count as able to answer as `name`.
 
         Raises:
@@ -357,14 +322,14 @@ class CandidatePool:
         if not any(replica.is_routable for replica in allowed):
             raise Unavailable("none of the endpoints that the gateway allows can take the request")
         # Even if they are all that there are: others may join while the request waits.
-        return f"{_ONLY}{','.join(sorted(replica.endpoint for replica in allowed))}\0{name}"
+        return name._replace(endpoints=frozenset(replica.endpoint for replica in allowed))
 
     def can_answer(self, now: float) -> bool:
         """Whether some replica is routable and not ejected."""
         return any(replica.is_routable and replica.health.admits(now) for replica in self._replicas.values())
 
     def below_limit(
-        self, now: float, tried: Collection[Replica] = (), name: str = "", sequences: int = 1
+        self, now: float, tried: Collection[Replica] = (), name: ServedName = MODEL_ITSELF, sequences: int = 1
     ) -> Candidates:
         """Return the replicas of the best health class below the in-flight limit; of these, the ones with capacity for
         all of the request's sequences, if there are any.
@@ -389,7 +354,7 @@ class CandidatePool:
             candidates = self._with_slots(below)
         return candidates
 
-    def free_sequences(self, now: float, name: str = "", account: object = None) -> int:
+    def free_sequences(self, now: float, name: ServedName = MODEL_ITSELF, account: object = None) -> int:
         """Return how many more sequences the replicas that can answer as `name` can take together, as `Capacity.free`.
 
         Raises:
@@ -397,7 +362,7 @@ class CandidatePool:
         """
         return self._capacity(now, name).free(account)
 
-    def can_take(self, now: float, name: str, sequences: int, account: object = None) -> bool:
+    def can_take(self, now: float, name: ServedName, sequences: int, account: object = None) -> bool:
         """Return whether there is capacity for a request with this many sequences (of this account, as in
         `free_sequences`). A request larger than any replica needs only as much as an idle replica has.
 
@@ -414,7 +379,7 @@ class CandidatePool:
             return any(limit - replica.load.inflight_sequences >= wanted for replica in replicas)
         return free > 0 and free >= min(sequences, capacity.largest)
 
-    def _capacity(self, now: float, name: str) -> Capacity:
+    def _capacity(self, now: float, name: ServedName) -> Capacity:
         """Return the capacity of the replicas that can answer as `name`.
 
         Raises:
@@ -437,7 +402,9 @@ class CandidatePool:
             self.num_rooms_computed += len(candidates.replicas)
         return capacity
 
-    def healthy(self, now: float, tried: Collection[Replica] = (), name: str = "") -> Candidates:
+    def healthy(
+        self, now: float, tried: Collection[Replica] = (), name: ServedName = MODEL_ITSELF
+    ) -> Candidates:
         """Return the replicas of the best health class that can answer as `name`, including those at the in-flight
         limit.
 
@@ -461,9 +428,9 @@ class CandidatePool:
             self._kept[name] = candidates
         return candidates
 
-    def _best_class(self, now: float, tried: Collection[Replica], name: str) -> list[Replica]:
+    def _best_class(self, now: float, tried: Collection[Replica], name: ServedName) -> list[Replica]:
         excluded = set(tried)
-        endpoints, name = _split_endpoints(name)
+        endpoints = name.endpoints
         untried = [
             replica
             for replica in self._replicas.values()
@@ -472,17 +439,16 @@ class CandidatePool:
             and (endpoints is None or replica.endpoint in endpoints)
         ]
         usable = [replica for replica in untried if replica.serves(name)]
-        side, adapter_or_alias = split_side(name)
-        if side and not any(replica.health.admits(now) for replica in usable):
-            other = (STABLE if side == CANARY else CANARY) + adapter_or_alias
+        if name.side and not any(replica.health.admits(now) for replica in usable):
+            other = name._replace(side="stable" if name.side == "canary" else "canary")
             usable = [replica for replica in untried if replica.serves(other)]
-            usable = usable or [replica for replica in untried if replica.serves(adapter_or_alias)]
+            usable = usable or [replica for replica in untried if replica.serves(name._replace(side=""))]
         if not usable:
             asked = self.spec.model
-            if adapter_or_alias in self.partial_aliases:
-                asked = adapter_or_alias
-            elif adapter_or_alias:
-                asked += f":{adapter_or_alias}"
+            if name.name in self.partial_aliases:
+                asked = name.name
+            elif name.name:
+                asked += f":{name.name}"
             raise Unavailable(
                 f"no replica of model {asked!r} is ready{_fetch_note(self.spec)}",
                 retry_after_s=1.0,

@@ -106,6 +106,9 @@ class Fleet:
         self._is_initialized = False
         self.revision = 0
         self._epoch = secrets.token_hex(8)
+        self._unlisted: set[Service] = set()
+        """Services that may have models of another length than lists of models say."""
+        self._num_lengths = 0
         self._changed_in: dict[str, int] = {}
         """The last revision in which each service has changed; those without one have changed in `_all_changed_in`."""
         self._all_changed_in = 0
@@ -239,6 +242,7 @@ class Fleet:
         """Drop all cached candidates, increment the revision and wake its waiters."""
         for service in self.services.values():
             service.invalidate()
+        self._unlisted.update(self.services.values())
         self._note_all_changed()
         self._increment()
 
@@ -251,8 +255,19 @@ class Fleet:
             self._note_changed(service)
             self._increment()
 
+    def model_lengths(self) -> int:
+        """Return a number that changes when a service's `max_model_len` does. It costs as much as there are services
+        that have changed since it was asked for."""
+        while self._unlisted:
+            service = self._unlisted.pop()
+            if service.max_model_len != service.listed_len:
+                service.listed_len = service.max_model_len
+                self._num_lengths += 1
+        return self._num_lengths
+
     def _note_changed(self, service: Service) -> None:
         service.invalidate()
+        self._unlisted.add(service)
         self._changed_in[service.spec.qualified_name] = self.revision + 1
 
     def _note_gone(self, name: str) -> None:
@@ -375,11 +390,7 @@ class Fleet:
             service.spec.uid,
             service.spec.engine_name,
             service.spec.internal_key,
-        ) != (
-            spec.uid,
-            spec.engine_name,
-            spec.internal_key,
-        ):
+        ) != (spec.uid, spec.engine_name, spec.internal_key):
             # Another model or key behind the same name: nothing that is known of the engines holds any more.
             self._remove_service(spec.qualified_name)
             service = None
@@ -408,11 +419,8 @@ class Fleet:
             if name not in service.replicas:
                 self._add_replica(service, member)
         for name, replica in service.replicas.items():
-            side = "" if service.sides is None else service.sides.side_of(replica.revision)
-            served = (*wanted[name].adapters, *wanted[name].aliases)
-            replica.names = frozenset(served)
-            if side:
-                replica.names |= {side + name for name in ("", *served)}
+            replica.side = "" if service.sides is None else service.sides.side_of(replica.revision)
+            replica.names = frozenset((*wanted[name].adapters, *wanted[name].aliases))
         lists = {member.aliases for member in members}  # nearly always one
         service.candidates.partial_aliases = frozenset(
             alias for aliases in lists for alias in frozenset(service.spec.aliases).difference(aliases)
@@ -463,14 +471,12 @@ class Fleet:
         for replica in list(service.replicas.values()):
             self._remove_replica(service, replica)
         self._service_budgets.pop(service).close()
+        self._unlisted.discard(service)
 
 
 def _fail_requests_of(service: Service, replica: Replica, *, is_certain: bool) -> None:
     """Fail the requests at a silent replica, so that they move to a healthy one; without a healthy one they wait.
-
-    Args:
-        is_certain: also fail requests whose response has begun, not only those without a response.
-    """
+    `is_certain`: also fail requests whose response has begun, not only those without a response."""
     others = (other for other in service.replicas.values() if other is not replica)
     if any(other.is_routable and other.health.is_healthy for other in others):
         replica.pool.fail_requests(FirstByteTimeout("the replica fell silent"), include_begun=is_certain)

@@ -33,11 +33,8 @@ STALL_STEPS: Final = 5.0
 
 
 def stall_bound_s(longest_step_s: float) -> float:
-    """Return how long a core with work may be silent before its requests move to other replicas.
-
-    Args:
-        longest_step_s: its longest recent step; zero if unknown.
-    """
+    """Return how long a core with work may be silent before its requests move to other replicas; `longest_step_s`: its
+    longest recent step; zero if unknown."""
     if not longest_step_s:
         return SUSPECT_STEP_AGE_S
     return max(MIN_STALL_S, STALL_STEPS * longest_step_s)
@@ -56,21 +53,6 @@ tokens takes minutes and shows nothing before its end; whoever asks for it must 
 
 class ReplicaHealth:
     """Health of one replica. Times are a monotonic clock's, passed in."""
-
-    __slots__ = (
-        "_cooldown_ends_with_capacity",
-        "_ejected_until",
-        "_ejections",
-        "_is_on_probation",
-        "_is_probing",
-        "_is_suspect",
-        "_next_probe",
-        "consecutive_failures",
-        "cooldown_until",
-        "core_step_age_s",
-        "is_answering",
-        "stall_bound_s",
-    )
 
     def __init__(self) -> None:
         self.consecutive_failures = 0
@@ -261,12 +243,7 @@ class ReplicaHealth:
         return was_ejected
 
     def failed(
-        self,
-        now: float,
-        *,
-        may_eject: bool,
-        refused: bool = False,
-        after: int = CONSECUTIVE_FAILURES,
+        self, now: float, *, may_eject: bool, refused: bool = False, after: int = CONSECUTIVE_FAILURES
     ) -> bool:
         """Note a failure.
 

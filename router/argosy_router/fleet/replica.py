@@ -17,7 +17,7 @@ from argosy_protocol.telemetry import Hello
 from argosy_router.fleet.health import ReplicaHealth
 from argosy_router.http.upstream import ConnectionPool, UpstreamError
 from argosy_router.policy import PRIOR, PRIOR_MAX_NUM_SEQS, Candidate, Rates, waiting_s
-from argosy_router.prefixes import ReplicaPrefixes
+from argosy_router.prefixes import ReplicaPrefixes, ServedName, Side
 
 _UNMEASURED = Rates(0.0, 0.0)
 _LEARNING_RATE = 0.2
@@ -27,30 +27,6 @@ MIN_SAMPLE_TOKENS = 256
 
 class ReplicaLoad(Candidate):
     """Queued prompt tokens, requests and rates of one replica."""
-
-    __slots__ = (
-        "_assumed",
-        "_generation",
-        "_has_report",
-        "_is_measuring",
-        "_measured",
-        "_on_measured",
-        "_open_tokens",
-        "_recent_tokens",
-        "_sequence_change",
-        "_token_change",
-        "_yielding_by_account",
-        "_yielding_change",
-        "changes",
-        "data_parallel_size",
-        "inflight",
-        "inflight_sequences",
-        "inflight_tokens",
-        "reported_requests",
-        "reported_tokens",
-        "reported_yielding",
-        "yielding",
-    )
 
     def __init__(self, name: str = "", on_measured: Callable[[], None] | None = None) -> None:
         """`on_measured` is called on the first measurement of a rate, so that the rates assumed for unmeasured replicas
@@ -228,8 +204,6 @@ class ReplicaLoad(Candidate):
 class Charge:
     """One dispatched request on one replica's load."""
 
-    __slots__ = ("_account", "_generation", "_is_open", "_load", "_sequences", "_tokens")
-
     def __init__(
         self, load: ReplicaLoad, tokens: int, sequences: int, generation: int, account: object
     ) -> None:
@@ -317,8 +291,6 @@ class CacheValue:
     """Recent value of one replica's cache: prompt tokens that it has saved of late and that no other cache would
     have."""
 
-    __slots__ = ("_sum", "_time")
-
     def __init__(self) -> None:
         self._sum = 0.0
         self._time = 0.0
@@ -335,8 +307,6 @@ class CacheValue:
 
 class ServiceKeys:
     """The keys of a service's engines, newest first; empty if they require none."""
-
-    __slots__ = ("_keys",)
 
     def __init__(self, *keys: str) -> None:
         self._keys: tuple[str, ...] = tuple(key for key in keys if key)
@@ -362,8 +332,6 @@ class ReplicaKey:
     (`server.KeyRotation`), so that gateways, which cannot try again, are given one that works.
     """
 
-    __slots__ = ("_service", "current", "is_refused")
-
     def __init__(self, service: ServiceKeys) -> None:
         self._service = service
         self.current = service.newest
@@ -381,11 +349,8 @@ class ReplicaKey:
         return self.current == self._service.newest
 
     def refused(self, key: str, tried: Collection[str]) -> bool:
-        """Note that the replica refused `key`. Returns whether `current` is one to try now.
-
-        Args:
-            tried: keys that the request was sent with, `key` included.
-        """
+        """Note that the replica refused `key`. Returns whether `current` is one to try now. `tried`: keys that the
+        request was sent with, `key` included."""
         if self.current == key:
             keys = self._service.all
             position = keys.index(key) + 1 if key in keys else 0
@@ -450,8 +415,9 @@ class Replica:
         self.prefixes = prefixes
         self.cache_value = CacheValue()
         self.names = frozenset((*member.adapters, *member.aliases))
-        """What it serves besides its model's own name: adapters, aliases, its side of a canary rollout, and its side
-        followed by each of these."""
+        """Adapters and aliases, which it serves besides its model's own name."""
+        self.side: Side = ""
+        """Of a canary rollout; empty without one, and for a revision that is on neither side."""
         self.revision = member.revision
         self.is_draining = member.is_draining
         """Whether discovery reports it as draining (pod being deleted, rollout of a local fleet)."""
@@ -500,9 +466,9 @@ class Replica:
             return False
         return self.load.reported_requests > 0 and not self.is_stalled
 
-    def serves(self, name: str) -> bool:
-        """Whether it can answer as this adapter or alias, on this side; the empty name is the model itself."""
-        return not name or name in self.names
+    def serves(self, name: ServedName) -> bool:
+        """Whether it can answer as this adapter or alias, on this side; endpoints are the caller's to compare."""
+        return (not name.name or name.name in self.names) and name.side in ("", self.side)
 
     @property
     def is_available(self) -> bool:

@@ -14,11 +14,11 @@ from typing import Final
 
 from argosy_protocol.fleet import FleetService
 from argosy_protocol.reports import TTFT_BOUNDS_S, TTFT_WINDOW_S
-from argosy_router.fleet.candidates import CANARY, STABLE, CandidatePool, Candidates, RevisionSides
+from argosy_router.fleet.candidates import CandidatePool, Candidates, RevisionSides
 from argosy_router.fleet.health import may_eject
 from argosy_router.fleet.replica import Replica, ReplicaLoad, ServiceKeys, hit_value
 from argosy_router.policy import POLICIES, Decision, RouteRequest, assumed
-from argosy_router.prefixes import PrefixIndex, Prompt, PromptHasher, PromptLengthModel
+from argosy_router.prefixes import PrefixIndex, Prompt, PromptHasher, PromptLengthModel, Side
 
 SLICES: Final = 6
 """The window moves in steps of a sixth, so that a burst leaves it within ten seconds of its age."""
@@ -28,8 +28,6 @@ _SLICE_S: Final = TTFT_WINDOW_S / SLICES
 class Demand:
     """Times to first token of one service in the last minute, as the operator's autoscaler needs them: counts by
     bucket, in slices of a few seconds. Memory is bounded by the number of slices, whatever the number of requests."""
-
-    __slots__ = ("_slices", "held_until")
 
     def __init__(self) -> None:
         self._slices: dict[int, list[int]] = {}
@@ -70,8 +68,6 @@ _RESCALE: Final = 30.0
 
 class Choice:
     """The chosen replica, and the figures behind the choice."""
-
-    __slots__ = ("decision", "hit_value", "predicted_ttft_s", "replica", "tokens_ahead", "uncached_tokens")
 
     def __init__(
         self,
@@ -126,6 +122,8 @@ class Service:
         """Likewise, of `canary_share`."""
         self._max_model_len: tuple[int | None] | None = None
         """Likewise, of `max_model_len`."""
+        self.listed_len: int | None = None
+        """`max_model_len` as lists of models had it last (`Fleet.model_lengths`)."""
 
     # the choice
 
@@ -208,7 +206,7 @@ class Service:
             self.sides = RevisionSides(spec.split)
         self._canary_share = None
 
-    def side(self, drawn_by: bytes) -> str:
+    def side(self, drawn_by: bytes) -> Side:
         """Draw the side that answers a request; empty while the service is not divided."""
         return "" if self.sides is None else self.sides.draw(drawn_by, self.canary_share)
 
@@ -221,8 +219,8 @@ class Service:
             share, sides = 0.0, self.sides
             if sides is not None:
                 routable = [replica for replica in self.replicas.values() if replica.is_routable]
-                of_canary = [each for each in routable if sides.side_of(each.revision) == CANARY]
-                of_stable = [each for each in routable if sides.side_of(each.revision) == STABLE]
+                of_canary = [each for each in routable if sides.side_of(each.revision) == "canary"]
+                of_stable = [each for each in routable if sides.side_of(each.revision) == "stable"]
                 share = sides.share(_num_admitted(of_stable), _num_admitted(of_canary))
             self._canary_share = share
         return share

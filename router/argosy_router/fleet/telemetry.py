@@ -122,8 +122,6 @@ def _take(bucket: TokenBucket, amount: float, now: float) -> bool:
 class TelemetryBudget:
     """The budget of one replica. Times are a monotonic clock's, passed in."""
 
-    __slots__ = ("_chunks", "_clears", "_frames")
-
     def __init__(self) -> None:
         self._frames = _bucket(FRAMES_PER_S, FRAME_BURST)
         self._chunks = _bucket(CHUNKS_PER_S, CHUNK_BURST)
@@ -148,8 +146,6 @@ class TelemetryBudget:
 class _Debt:
     """Frames and chunks that were read, and how long it takes until they are within the rates."""
 
-    __slots__ = ("_chunks", "_frames")
-
     def __init__(self, frames: TokenBucket, chunks: TokenBucket) -> None:
         self._frames = frames
         self._chunks = chunks
@@ -173,8 +169,6 @@ def _all_debt() -> _Debt:
 class FleetTelemetryBudget:
     """The budget of all replicas of a router."""
 
-    __slots__ = ("debt", "num_services")
-
     def __init__(self) -> None:
         self.debt = _all_debt()
         self.num_services = 0
@@ -182,8 +176,6 @@ class FleetTelemetryBudget:
 
 class ServiceTelemetryBudget:
     """The budget of one service's replicas, which counts among its fleet's services until it is closed."""
-
-    __slots__ = ("_clears", "_fleet", "_own", "_share", "_share_parts")
 
     def __init__(self, fleet: FleetTelemetryBudget) -> None:
         self._fleet = fleet
@@ -589,8 +581,6 @@ def apply_residency(residency: ReplicaPrefixes, frame: Frame) -> None:
 
 class _Read:
     """What was read of a stream since its service's budget was last charged."""
-
-    __slots__ = ("chunks", "clears", "frames")
 
     def __init__(self) -> None:
         self.frames = 0

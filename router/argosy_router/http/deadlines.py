@@ -36,8 +36,6 @@ TURN_S = 0.005
 class Deadline:
     """One re-armable deadline; `callback` runs on the loop when it passes."""
 
-    __slots__ = ("_bucket", "_callback", "_wheel", "_when")
-
     def __init__(self, wheel: TimerWheel, callback: Callable[[], None]) -> None:
         self._wheel = wheel
         self._callback = callback

@@ -22,8 +22,14 @@ from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import AddressGroups, BodyMemory, BodyReservation, ConnectionLimit
-from argosy_router.http.messages import Application, ClientListener, Request, status_line
-from argosy_router.http.request_reader import Phase, RequestReader
+from argosy_router.http.messages import (
+    Application,
+    ClientListener,
+    Phase,
+    Request,
+    RequestReader,
+    status_line,
+)
 
 MANY: Final = 8
 """Streams active within one interval from which on the loop pauses. Fewer are faster without a pause, which costs as

@@ -31,8 +31,6 @@ class EventTooLarge(Exception):
 class Pieces:
     """Bytes that come in pieces and are joined once, in little more memory than they have, however small they are."""
 
-    __slots__ = ("_parts", "_small", "size")
-
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._small = bytearray()
@@ -66,8 +64,6 @@ class Pieces:
 
 class EventCutter:
     """Splits a byte stream into whole events and an unfinished tail, scanning each byte once."""
-
-    __slots__ = ("_edge", "_max_bytes", "_tail")
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
         """`max_bytes`: size of the largest unfinished event."""

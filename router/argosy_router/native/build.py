@@ -20,10 +20,6 @@ try:
     from argosy_router.native._table import ChunkTable
 except ImportError:
     from argosy_protocol.chunk_hash import chunk_hashes
-    from argosy_router.native.substitutes import (  # type: ignore[assignment]
-        ChunkTable,
-        chunk_tokens,
-        first_ranked,
-    )
+    from argosy_router.native.substitutes import ChunkTable, chunk_tokens, first_ranked  # type: ignore[assignment]
 
 __all__ = ["BUILD_KIND", "ChunkTable", "chunk_hashes", "chunk_tokens", "first_ranked"]

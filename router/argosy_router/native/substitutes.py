@@ -31,11 +31,8 @@ _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 
 
 class ChunkTable:
-    """Chunk table made of dicts.
-
-    Args:
-        shards: number of shards, a power of two. A chunk's shard is given by the low bits of its hash.
-    """
+    """Chunk table made of dicts; `shards`: number of shards, a power of two. A chunk's shard is given by the low bits
+    of its hash."""
 
     def __init__(self, shards: int) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
@@ -48,12 +45,9 @@ class ChunkTable:
         self.resize(1)
 
     def resize(self, shard_capacity: int, limit: int = 0) -> None:
-        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`.
-
-        Args:
-            limit: bytes that a shard may take, by which `shard_capacity` was found; 0 for any. The table in C divides
-                them between entries and the bitmaps of those with many holders; here all entries are alike.
-        """
+        """Change the capacity; surplus entries are evicted as new ones are inserted, or by `trim`. `limit`: bytes that
+        a shard may take, by which `shard_capacity` was found; 0 for any. The table in C divides them between entries
+        and the bitmaps of those with many holders; here all entries are alike."""
         self._capacity = shard_capacity
         self._dict_bytes = _dict_bytes(max(3, (3 * shard_capacity - 1).bit_length()))
 

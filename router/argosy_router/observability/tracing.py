@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from argosy_protocol.program.otlp_traces import tracer_provider
 from argosy_router.http.messages import Headers
-from argosy_router.observability.access_log import AccessEntry
+from argosy_router.observability.request_log import AccessEntry
 
 _CONTEXT_HEADERS = frozenset((b"traceparent", b"tracestate"))
 _ATTRIBUTES = {

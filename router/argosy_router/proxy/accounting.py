@@ -22,9 +22,8 @@ from argosy_router.auth.accounts import Account, RateLimited, Reservation
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.metrics import RATE_LIMITED, Metrics
-from argosy_router.observability.access_log import AccessEntry, AccessLog
 from argosy_router.observability.lines import CapturedRequest, TraceCapture
-from argosy_router.observability.usage_ledger import UsageLedger
+from argosy_router.observability.request_log import AccessEntry, AccessLog, UsageLedger
 from argosy_router.prefixes import learnt
 from argosy_router.proxy.answer_tokens import TokenUsage
 from argosy_router.proxy.call import Call
@@ -48,8 +47,6 @@ _ERROR = ("error_type", "error_code", "error_param")
 
 class AttemptRecord:
     """One attempt that was sent, and the decision for its replica."""
-
-    __slots__ = (*FIELDS, "error")
 
     def __init__(
         self,
@@ -126,8 +123,6 @@ class AttemptLog:
 class RefusedRequest:
     """One request that got an error before it was sent to a replica."""
 
-    __slots__ = ("error", "model", "request_id", "status", "time")
-
     def __init__(self, time: float, request_id: str, model: str, status: int, error: ErrorReason) -> None:
         """`time` is the Unix time of the refusal; `model` is empty if the request was refused before it was decoded."""
         self.time = time
@@ -169,24 +164,6 @@ CLIENT_GONE = 499
 
 class RequestOutcome:
     """How one request ended. Times are seconds; `started` and `sent_at` are read from a monotonic clock."""
-
-    __slots__ = (
-        "attempts",
-        "call",
-        "choice",
-        "error",
-        "first_event_s",
-        "generated_tokens",
-        "is_cut_short",
-        "migrations",
-        "queued_s",
-        "record",
-        "reservation",
-        "sent_at",
-        "started",
-        "status",
-        "usage",
-    )
 
     def __init__(self, call: Call, started: float) -> None:
         """`started` is when the whole request had arrived."""

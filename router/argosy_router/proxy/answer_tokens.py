@@ -70,8 +70,6 @@ _RESPONSE_END: Final = response_events(b"completed", b"incomplete", b"failed")
 class TokenUsage:
     """The tokens of one answer."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
-
     def __init__(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         """Prompt tokens, including cached ones."""
@@ -220,8 +218,6 @@ class _Bounds:
     """Where events begin and end, asked for at ever later positions. Searching for bytes takes a tenth of a regular
     expression's time; what was found is kept, because one of the two blank lines may be in no event."""
 
-    __slots__ = ("_crlf", "_events", "_lf")
-
     def __init__(self, events: bytes) -> None:
         self._events = events
         self._lf = self._crlf = -1
@@ -260,8 +256,6 @@ def _has_no_choices(events: bytes, begin: int, end: int) -> bool:
 
 class UsageFinder:
     """Finds the usage, anywhere in an answer that comes in pieces."""
-
-    __slots__ = ("_edge", "usage")
 
     def __init__(self) -> None:
         self.usage: TokenUsage | None = None
@@ -344,17 +338,6 @@ _CHARACTER_BYTES: Final = 3
 
 class StreamTally:
     """What one stream has shown so far."""
-
-    __slots__ = (
-        "_events",
-        "_opening",
-        "_repeats",
-        "_reported",
-        "_text",
-        "_text_bytes",
-        "_unread",
-        "_unread_bytes",
-    )
 
     def __init__(self, *, is_response: bool = False) -> None:
         """`is_response`: the stream is one of the Responses API."""
@@ -441,21 +424,6 @@ class Transcript:
     """Beginning of an error event. No JSON string contains it, because quotes are escaped there."""
     unavailable_mark: ClassVar[bytes] = b'"type":"service_unavailable"'
     """What the error event of an engine that shuts down contains."""
-
-    __slots__ = (
-        "_created",
-        "_finished",
-        "_half_echoed",
-        "_has_usage",
-        "_is_done",
-        "_is_readable",
-        "_shape",
-        "_tally",
-        "_token_ids",
-        "_unread",
-        "_unread_bytes",
-        "num_tokens",
-    )
 
     def __init__(self, shape: StreamShape) -> None:
         self._shape = shape
@@ -594,8 +562,6 @@ class MessageTranscript(Transcript):
 
     error_mark: ClassVar[bytes] = b"event: error\ndata: "
     unavailable_mark: ClassVar[bytes] = b'"type":"overloaded_error"'
-
-    __slots__ = ("_has_half_output", "_is_complete", "_num_blocks", "_open_block")
 
     def __init__(self, shape: StreamShape) -> None:
         super().__init__(shape)

@@ -53,6 +53,7 @@ from argosy_router.proxy.answer import error_body, error_headers, id_headers
 from argosy_router.proxy.call import (
     Call,
     CallDraft,
+    account_of,
     decode_call,
     is_large,
     may_use,
@@ -64,9 +65,9 @@ from argosy_router.proxy.call import (
     require_method,
     unknown_model,
 )
+from argosy_router.proxy.exchange import RequestHandler
 from argosy_router.proxy.large_bodies import LargeBodies
 from argosy_router.proxy.request_body import LARGE_BODY_BYTES, RoutedEndpoint
-from argosy_router.proxy.request_handler import RequestHandler
 
 if TYPE_CHECKING:
     from argosy_router.observability.tracing import Trace, Tracer
@@ -157,7 +158,7 @@ class BackgroundLoad:
 class StorageRoutes(Protocol):
     """Answers requests for files and batches, or for stored responses. Such routes import the proxy."""
 
-    def on_head(self, request: Request, account: Account) -> bool:
+    def on_head(self, request: Request) -> bool:
         """Look at the head of a request for one of these routes; return whether its body will be used. May give the
         request a sink.
 
@@ -166,7 +167,7 @@ class StorageRoutes(Protocol):
         """
         ...
 
-    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+    def on_request(self, client: Client, request: Request) -> None:
         """Answer now, or later: attach a listener to the client first.
 
         Raises:
@@ -185,8 +186,8 @@ class _List(NamedTuple):
 
     names: list[tuple[str, Service]]
     """The same object until services or their names have changed."""
-    lengths: list[int | None]
-    """Of the models."""
+    lengths: int
+    """`Fleet.model_lengths`"""
     body: bytes
 
 
@@ -271,14 +272,14 @@ class RouterApplication:
         if request.path == _COMPACT and request.method == b"POST":
             raise compaction_not_supported()
         if _is_stored(request.path):
-            return self._stored_routes().on_head(request, account)
+            return self._stored_routes().on_head(request)
         is_generation = request.path in _ENDPOINTS
         if is_generation and request.method == b"POST":
             self._charge(request, account)
         if request.path == _MODELS or request.path.startswith(_MODEL_PREFIX):
             self._charge(request, account)
         if self.responses is not None and _is_response(request.path):
-            return self.responses.on_head(request, account)
+            return self.responses.on_head(request)
         return is_generation
 
     def _behind_batch(self, request: Request) -> Account | None:
@@ -318,20 +319,20 @@ class RouterApplication:
         return self._refusal(request_id_for(sent), error, path), error_body(error, path)
 
     def on_request(self, client: Client, request: Request) -> None:
-        request_id = request_id_for(request.header(b"x-request-id"))
+        request.id = request_id_for(request.header(b"x-request-id"))
         try:
-            self._route(client, request, request_id)
+            self._route(client, request)
         except ApiError as error:
             _return_charge(request, error)
-            self.refuse(client, request_id, error, request.path)
+            self.refuse(client, request, error)
 
     def chat(self, client: Client, request: Request) -> None:
         """Answer a chat whose client the caller has authorised."""
-        request_id = request_id_for(None)
+        request.id, request.grant = request_id_for(None), ANONYMOUS
         try:
-            self._generate(client, request, "chat/completions", request_id, ANONYMOUS)
+            self._generate(client, request, "chat/completions")
         except ApiError as error:
-            self.refuse(client, request_id, error, request.path)
+            self.refuse(client, request, error)
 
     @property
     def endpoints(self) -> list[str]:
@@ -342,69 +343,60 @@ class RouterApplication:
         """Whether requests of this path are sent to replicas."""
         return path.encode() in _ENDPOINTS
 
-    def create_response(
-        self, client: Client, request: Request, account: Account, request_id: bytes, response_id: bytes
-    ) -> None:
+    def create_response(self, client: Client, request: Request, response_id: bytes) -> None:
         """Generate a response whose request has the whole conversation, or count the tokens of its prompt, by the path.
 
         Raises:
             ApiError: the request is refused.
         """
-        self._generate(client, request, _ENDPOINTS[request.path], request_id, account, response_id)
+        self._generate(client, request, _ENDPOINTS[request.path], response_id)
 
     @property
     def is_open(self) -> bool:
         """Whether the routes of models need no key."""
         return self._keys.is_open
 
-    def refuse(self, client: Client, request_id: bytes, error: ApiError, path: bytes) -> None:
+    def refuse(self, client: Client, request: Request, error: ApiError) -> None:
         """Answer with an error, in the shape of the path's API, a request that was not decoded into a call."""
-        lines = self._refusal(request_id, error, path)
-        client.respond(error.http_status, lines, error_body(error, path))
+        lines = self._refusal(request.id, error, request.path)
+        client.respond(error.http_status, lines, error_body(error, request.path))
 
     def _refusal(self, request_id: bytes, error: ApiError, path: bytes) -> bytes:
         """Count a refusal and return its header lines."""
         self._accounting.count_rejection(request_id, error.http_status, error.reason())
         return error_headers(error) + id_headers(request_id, path)
 
-    def _route(self, client: Client, request: Request, request_id: bytes) -> None:
+    def _route(self, client: Client, request: Request) -> None:
         path = request.path
         if self._cross_origin.is_preflight(request):
             lines = self._cross_origin.preflight_lines(request)
-            client.respond(200, lines + b"x-request-id: %b\r\n" % request_id, b"")
+            client.respond(200, lines + b"x-request-id: %b\r\n" % request.id, b"")
             return
         responder = self._public.get(path)
         if responder is None:
             if request.refusal is not None:
                 raise request.refusal
-            account = request.grant
-            assert isinstance(account, Account), "`on_head` lets only accounts in"
-            if request.is_background:
-                self._answer_batch(client, request, request_id, account)
-                return
-            if self.responses is not None and _is_response(path):
-                self.responses.on_request(client, request, account, request_id)
+            if not request.is_background and self.responses is not None and _is_response(path):
+                self.responses.on_request(client, request)
                 return
             endpoint = _ENDPOINTS.get(path)
             if endpoint is not None:
                 require_method(request, b"POST")
-                self._generate(client, request, endpoint, request_id, account)
+                self._generate(client, request, endpoint)
+                return
+            if request.is_background:
+                self._tell_room(client, request)
                 return
             if _is_stored(path):
-                self._stored_routes().on_request(client, request, account, request_id)
+                self._stored_routes().on_request(client, request)
                 return
-            responder = self._authorised_responder(request, account)
+            responder = self._authorised_responder(request, account_of(request))
         require_method(request, b"GET", b"HEAD", *([b"POST"] if path == _PING else []))
         status, lines, body = responder()
-        client.respond(status, lines + b"x-request-id: %b\r\n" % request_id, body)
+        client.respond(status, lines + b"x-request-id: %b\r\n" % request.id, body)
 
-    def _answer_batch(self, client: Client, request: Request, request_id: bytes, account: Account) -> None:
-        """Answer `argosy batch`: a request of a batch, or how many more of them there is room for."""
-        endpoint = _ENDPOINTS.get(request.path)
-        if endpoint is not None:
-            require_method(request, b"POST")
-            self._generate(client, request, endpoint, request_id, account)
-            return
+    def _tell_room(self, client: Client, request: Request) -> None:
+        """Tell `argosy batch` for how many more requests of batches there is room."""
         if request.path != _ROOM:
             raise no_route(request)
         require_method(request, b"GET")
@@ -415,7 +407,7 @@ class RouterApplication:
         service = self._fleet.service_of(asked.get("model", [""])[0])
         room = 1 if service is None else self._background.room(service)
         client.respond(
-            200, _JSON + b"x-request-id: %b\r\n" % request_id, msgspec.json.encode(RoomReport(room))
+            200, _JSON + b"x-request-id: %b\r\n" % request.id, msgspec.json.encode(RoomReport(room))
         )
 
     def _authorised_responder(self, request: Request, account: Account) -> Responder:
@@ -445,9 +437,7 @@ class RouterApplication:
             raise NotFound("this router keeps no files and batches; start it with --batch-url")
         return self.stored
 
-    def decode_for_gateway(
-        self, client: Client, request: Request, request_id: bytes, on_call: Callable[[Call], None]
-    ) -> bool:
+    def decode_for_gateway(self, client: Client, request: Request, on_call: Callable[[Call], None]) -> bool:
         """Decode a request that `on_head` let in and a gateway forwards, and pass the call on, now or later; return
         False if it is not one for a replica. A request that is refused is answered.
 
@@ -459,37 +449,27 @@ class RouterApplication:
             return False
         try:
             require_method(request, b"POST")
-            account = request.grant
-            assert isinstance(account, Account), "`on_head` lets only accounts in"
-            self._decode(client, request, endpoint, request_id, account, b"", on_call)
+            self._decode(client, request, endpoint, b"", on_call)
         except ApiError as error:
             _return_charge(request, error)
-            self.refuse(client, request_id, error, request.path)
+            self.refuse(client, request, error)
         return True
 
     def _generate(
-        self,
-        client: Client,
-        request: Request,
-        endpoint: RoutedEndpoint,
-        request_id: bytes,
-        account: Account,
-        response_id: bytes = b"",
+        self, client: Client, request: Request, endpoint: RoutedEndpoint, response_id: bytes = b""
     ) -> None:
         started = self._requests.now()
 
         def handle(call: Call) -> None:
             self._handle(client, request, call, started)
 
-        self._decode(client, request, endpoint, request_id, account, response_id, handle)
+        self._decode(client, request, endpoint, response_id, handle)
 
     def _decode(
         self,
         client: Client,
         request: Request,
         endpoint: RoutedEndpoint,
-        request_id: bytes,
-        account: Account,
         response_id: bytes,
         on_call: Callable[[Call], None],
     ) -> None:
@@ -499,13 +479,14 @@ class RouterApplication:
         Raises:
             ApiError: the request is refused; later the client is told.
         """
+        account = account_of(request)
         is_now = not is_large(request.body, account, self._requests.now())
         require_json(request)
         trace: Trace | None = None
         if self._tracer is not None:
             trace, request.headers = self._tracer.begin(request.headers, endpoint)
         if is_now:
-            call = decode_call(self._fleet, endpoint, request, request_id, account, response_id)
+            call = decode_call(self._fleet, endpoint, request, account, response_id)
             call.trace = trace
             on_call(call)
             return
@@ -516,16 +497,14 @@ class RouterApplication:
 
         def refused(error: ApiError) -> None:
             _return_charge(request, error)
-            self.refuse(client, request_id, error, request.path)
+            self.refuse(client, request, error)
 
         self._large_bodies.read(
             client,
             endpoint,
             request.body,
             account,
-            lambda examined: CallDraft(
-                self._fleet, endpoint, request, examined, request_id, account, response_id
-            ),
+            lambda examined: CallDraft(self._fleet, endpoint, request, examined, account, response_id),
             has_state=bool(response_id),
             on_call=done,
             on_refused=refused,
@@ -540,7 +519,8 @@ class RouterApplication:
             except TooManyRequests as refusal:  # no fault of the account's
                 if call.is_charged:
                     call.account.return_request()
-                self.refuse(client, call.request_id, refusal, request.path)
+                request.id = call.request_id
+                self.refuse(client, request, refusal)
                 return
             on_end = partial(self._background.end, call.service)
         request.body = b""  # the call has it, perhaps rewritten: one copy is enough
@@ -561,7 +541,7 @@ class RouterApplication:
         is_anthropic = _is_anthropic(request)
         is_codex = _CODEX_QUERY.search(request.target) is not None
         names = names_for(self._fleet, account)
-        lengths = [service.max_model_len for _, service in names]
+        lengths = self._fleet.model_lengths()
         form = (account.models, is_anthropic, is_codex)
         kept = self._lists.get(form)
         if kept is None or kept.names is not names or kept.lengths != lengths:

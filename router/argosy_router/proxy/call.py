@@ -38,7 +38,15 @@ from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import Replica
 from argosy_router.fleet.service import Service
 from argosy_router.http.messages import Headers, Request, connection_options, render_headers
-from argosy_router.prefixes import MeasuredPrompts, Prompt, measure, prompt_from, tokens_of
+from argosy_router.prefixes import (
+    MODEL_ITSELF,
+    MeasuredPrompts,
+    Prompt,
+    ServedName,
+    measure,
+    prompt_from,
+    tokens_of,
+)
 from argosy_router.proxy.decoded_types import Examined
 from argosy_router.proxy.request_body import (
     RoutedEndpoint,
@@ -269,6 +277,13 @@ def require_json(request: Request) -> None:
         raise UnsupportedMediaType("content-encoding is not supported")
 
 
+def account_of(request: Request) -> Account:
+    """Return the account that a request has shown a key of."""
+    account = request.grant
+    assert isinstance(account, Account), "`on_head` lets only accounts in"
+    return account
+
+
 def is_large(body: bytes, account: Account, now: float) -> bool:
     """Whether another process reads a body: a long one, or if its account sends much in little time. A body of more
     than `_SMALL_BODY_BYTES` that is read here is counted as sent."""
@@ -282,7 +297,6 @@ def decode_call(
     fleet: Fleet,
     endpoint: RoutedEndpoint,
     request: Request,
-    request_id: bytes,
     account: Account,
     response_id: bytes = b"",
 ) -> Call:
@@ -298,7 +312,7 @@ def decode_call(
     """
     body = request.body
     examined, prompts = examine(endpoint, body, has_state=bool(response_id))
-    draft = CallDraft(fleet, endpoint, request, examined, request_id, account, response_id)
+    draft = CallDraft(fleet, endpoint, request, examined, account, response_id)
     if draft.changes:
         body = with_fields(body, draft.changes)
     return draft.call(draft.with_additions(body), measure(prompts, draft.seed))
@@ -307,33 +321,12 @@ def decode_call(
 class CallDraft:
     """A call whose service is known, and whose prompts are not measured yet."""
 
-    __slots__ = (
-        "account",
-        "adapter",
-        "additions",
-        "changes",
-        "endpoint",
-        "examined",
-        "hides_progress",
-        "hides_usage",
-        "model",
-        "named",
-        "priority",
-        "request",
-        "request_id",
-        "response_id",
-        "seed",
-        "service",
-        "session",
-    )
-
     def __init__(
         self,
         fleet: Fleet,
         endpoint: RoutedEndpoint,
         request: Request,
         examined: Examined,
-        request_id: bytes,
         account: Account,
         response_id: bytes,
     ) -> None:
@@ -347,7 +340,7 @@ class CallDraft:
         self.request = request
         self.account = account
         self.response_id = response_id
-        self.request_id = request_id_in_body(examined.request_id, request.header(b"x-request-id"), request_id)
+        self.request_id = request_id_in_body(examined.request_id, request.header(b"x-request-id"), request.id)
         service, self.adapter = find_service(fleet, examined.model, account)
         if not may_use(fleet, account, examined.model, service, self.adapter):
             raise unknown_model(fleet, examined.model, account)
@@ -416,32 +409,6 @@ class CallDraft:
 
 class Call:
     """One generation request."""
-
-    __slots__ = (
-        "account",
-        "asked_model",
-        "body",
-        "canary_of",
-        "client_model",
-        "endpoint",
-        "estimate",
-        "headers",
-        "hides_progress",
-        "hides_usage",
-        "internal_headers",
-        "is_body_reduced",
-        "is_charged",
-        "is_stream",
-        "path",
-        "priority",
-        "prompt",
-        "renaming",
-        "request_id",
-        "service",
-        "shape",
-        "stream_interval",
-        "trace",
-    )
 
     def __init__(self, draft: CallDraft, body: bytes, measured: MeasuredPrompts) -> None:
         """`body` has the draft's `changes` and `additions`."""
@@ -560,4 +527,5 @@ def prompt_of(
     number = xxh3_64_intdigest(session) if session else 0
     alias = model if model in service.candidates.partial_aliases else ""
     side = service.side(drawn_by) if drawn_by else ""
-    return prompt_from(measured, number, side + (adapter or alias), is_cut=is_cut)
+    name = ServedName(adapter or alias, side) if adapter or alias or side else MODEL_ITSELF
+    return prompt_from(measured, number, name, is_cut=is_cut)

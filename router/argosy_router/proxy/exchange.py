@@ -1,13 +1,17 @@
-"""One generation request from dispatch to its end: attempts, retries, hedging, forwarding.
+"""Generation requests: each call's way through rate limits and flow control (`RequestHandler`), and one request from
+dispatch to its end (`Exchange`): attempts, retries, hedging, forwarding.
 
-Owns: the choice of a replica for each attempt and how long to wait for it, which attempts are made, which of their
-responses becomes the answer, and the request's outcome record until its end. Whether a failed attempt is followed by
-another one is decided in `resilience`.
-Must not know: parsing, discovery, policies, connections to replicas (`attempt`), what is written to the client
-(`answer`).
-Invariants: the client's answer begins once. Before the client has received a byte of it, a failed attempt may be
-retried on another replica; after that only a stream can move, and it continues after the last event that the client
-was sent. Every attempt is ended. When the client leaves, the replicas' work is aborted at once.
+Owns: the order of these steps, calls that are queued, and the number of requests that have not ended; the choice of a
+replica for each attempt and how long to wait for it, which attempts are made, which of their responses becomes the
+answer, and the request's outcome record until its end. Whether a failed attempt is followed by another one is decided
+in `resilience`.
+Must not know: HTTP framing, routes, parsing, discovery, policies, when a queued call is admitted, connections to
+replicas (`attempt`), what is written to the client (`answer`).
+Invariants: each request that `handle` or `take` gets ends once: its outcome is accounted for, its reservation settled,
+and flow control told that it ended. A queued call whose client leaves is taken out at once and never sent. The client's
+answer begins once. Before the client has received a byte of it, a failed attempt may be retried on another replica;
+after that only a stream can move, and it continues after the last event that the client was sent. Every attempt is
+ended. When the client leaves, the replicas' work is aborted at once.
 
     connecting -> waiting -> (unary)  buffering -> answered
          ^------- failed ---'  |
@@ -20,23 +24,31 @@ respond is the request's attempt from then on; if one fails, the other one is.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from argosy_protocol.errors import (
     ApiError,
     BadGateway,
+    BadRequest,
     GatewayTimeout,
     InternalError,
     TooManyRequests,
     Unavailable,
 )
+from argosy_router.auth.accounts import Account, RateLimited
+from argosy_router.fair_queue import QueuedRequest
 from argosy_router.fleet.fleet import Fleet
 from argosy_router.fleet.replica import CoreStalled, Replica
 from argosy_router.fleet.service import Choice
 from argosy_router.flow_control import FlowController
 from argosy_router.http.deadlines import TimerWheel
 from argosy_router.http.limits import BodyMemory, BodyReservation
+from argosy_router.http.messages import Client, Request
 from argosy_router.http.upstream import (
     ConnectFailed,
     FirstByteTimeout,
@@ -46,11 +58,12 @@ from argosy_router.http.upstream import (
 )
 from argosy_router.metrics import Metrics
 from argosy_router.proxy.accounting import CLIENT_GONE, RequestAccounting, RequestOutcome
-from argosy_router.proxy.answer import Answer
+from argosy_router.proxy.answer import Answer, CommentSchedule
 from argosy_router.proxy.answer_tokens import Transcript
 from argosy_router.proxy.attempt import Attempt, AttemptListener, UpstreamIds
 from argosy_router.proxy.call import Call
 from argosy_router.proxy.relay import (
+    MAX_HELD_BYTES,
     EngineError,
     Refused,
     StreamRelay,
@@ -65,6 +78,7 @@ from argosy_router.proxy.resilience import (
     NextStep,
     OutlierDetector,
     RetryBudget,
+    RetryBudgets,
     RetryState,
 )
 
@@ -161,6 +175,21 @@ class Dispatcher:
         return min(whole, max(self._first_byte_timeout_s, TTFT_FACTOR * choice.predicted_ttft_s))
 
 
+@dataclass(slots=True)
+class Shared:
+    """What the requests of one router share."""
+
+    dispatcher: Dispatcher
+    outliers: OutlierDetector
+    accounting: RequestAccounting
+    wheel: TimerWheel
+    now: Callable[[], float]
+    """A monotonic clock: not the loop's, which stands still between turns and counts milliseconds."""
+    upstream_ids: UpstreamIds = field(default_factory=UpstreamIds)
+    event_memory: BodyMemory = field(default_factory=lambda: BodyMemory(MAX_HELD_BYTES))
+    """Of the unfinished events of all streams."""
+
+
 class Exchange(AttemptListener):
     """Sends one request, and forwards the answer."""
 
@@ -169,33 +198,23 @@ class Exchange(AttemptListener):
         answer: Answer,
         outcome: RequestOutcome,
         on_end: Callable[[RequestOutcome], None],
-        *,
-        dispatcher: Dispatcher,
-        outliers: OutlierDetector,
         retry_budget: RetryBudget,
-        accounting: RequestAccounting,
-        upstream_ids: UpstreamIds,
-        event_memory: BodyMemory,
-        wheel: TimerWheel,
-        now: Callable[[], float],
+        shared: Shared,
     ) -> None:
         """
         Args:
             outcome: the request's empty outcome record; `on_end` gets it when nothing changes it any more.
             retry_budget: its service's.
-            now: a monotonic clock.
         """
         self._answer = answer
         self.outcome = outcome
         self._call = outcome.call
         self._on_end = on_end
-        self._dispatcher = dispatcher
-        self._outliers = outliers
-        self._accounting = accounting
-        self._upstream_ids = upstream_ids
-        self._event_memory = event_memory
-        self._wheel = wheel
-        self._now = now
+        self._shared = shared
+        self._dispatcher = shared.dispatcher
+        self._outliers = shared.outliers
+        self._accounting = shared.accounting
+        self._now = shared.now
         self._attempt: Attempt | None = None
         """The last attempt that is no hedge, or a hedge that won."""
         self._hedge: Attempt | None = None
@@ -249,9 +268,9 @@ class Exchange(AttemptListener):
             choice,
             record,
             transcript,
-            BodyReservation(self._event_memory, call.service, 0),
-            wheel=self._wheel,
-            upstream_ids=self._upstream_ids,
+            BodyReservation(self._shared.event_memory, call.service, 0),
+            wheel=self._shared.wheel,
+            upstream_ids=self._shared.upstream_ids,
             first_byte_timeout_s=self._dispatcher.first_byte_timeout_s(call, choice),
             now=self._now,
         )
@@ -598,3 +617,188 @@ class Exchange(AttemptListener):
         self._complete_outcome(is_cut=is_cut, silent_s=silent_s)
         self._on_end(self.outcome)
         self._attempt = None  # breaks a reference cycle, so that both and the body are freed at once
+
+
+class PendingRequest(Protocol):
+    """A decoded request that flow control starts, queues or refuses: an exchange, or the pick of an endpoint for a
+    gateway that forwards the request itself. It also listens to its client (`ClientListener`)."""
+
+    outcome: RequestOutcome
+
+    def start(self) -> None:
+        """Send the request, or have it sent.
+
+        Raises:
+            Unavailable, TooManyRequests: no replica can take it; nothing has happened.
+        """
+        ...
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer the request with an error; it has then ended."""
+        ...
+
+    def on_client_lost(self) -> None: ...
+
+    def on_client_paused(self) -> None: ...
+
+    def on_client_resumed(self) -> None: ...
+
+
+class QueuedCall:
+    """One queued call, and the exchange (or endpoint pick) that takes over when it leaves the queue. A
+    `ClientListener`."""
+
+    def __init__(
+        self, flow_control: FlowController, exchange: PendingRequest, client: Client, now: Callable[[], float]
+    ) -> None:
+        """`now` is a monotonic clock."""
+        call = exchange.outcome.call
+        self.request = QueuedRequest(
+            call.account,
+            call.priority,
+            call.estimate.cost,
+            len(call.body) + call.prompt.name.num_bytes,
+            call.prompt.name,
+            call.estimate.sequences,
+            self.admit,
+            self.refuse,
+        )
+        self.request.since = exchange.outcome.started
+        self._flow_control = flow_control
+        self.exchange = exchange
+        self._client = client
+        self._now = now
+
+    def admit(self) -> None:
+        self._leave_queue("sent")
+        try:
+            self.exchange.start()
+        except ApiError as error:
+            service = self.exchange.outcome.call.service
+            self._flow_control.retract(service, self._now(), self.request.sequences)
+            self.exchange.refuse(error)
+
+    def refuse(self, error: ApiError) -> None:
+        self._leave_queue("refused")
+        self.exchange.refuse(error)
+
+    def _leave_queue(self, how: str) -> None:
+        self._count_wait(how)
+        self._client.attach(self.exchange)
+
+    def _count_wait(self, how: str) -> None:
+        outcome = self.exchange.outcome
+        outcome.queued_s = seconds = self._now() - self.request.since
+        self._flow_control.observe_wait(outcome.call.service, how, seconds)
+        # This breaks a reference cycle, so that the exchange and the body are freed at once when the request has ended.
+        self.request.admit, self.request.refuse = self.exchange.start, self.exchange.refuse
+
+    # the client
+
+    def on_client_lost(self) -> None:
+        self._flow_control.remove(self.exchange.outcome.call.service, self.request, self._now())
+        self._count_wait("abandoned")
+        self.exchange.on_client_lost()
+
+    def on_client_paused(self) -> None:
+        self.exchange.on_client_paused()
+
+    def on_client_resumed(self) -> None:
+        self.exchange.on_client_resumed()
+
+
+class RequestHandler:
+    """Handles all generation requests of one router."""
+
+    def __init__(
+        self,
+        flow_control: FlowController,
+        retry_budgets: RetryBudgets,
+        comments: CommentSchedule,
+        shared: Shared,
+    ) -> None:
+        self._flow_control = flow_control
+        self._retry_budgets = retry_budgets
+        self._comments = comments
+        self.shared = shared
+        self._accounting = shared.accounting
+        self.inflight = 0
+        """Requests that have not ended, including queued ones."""
+        self.idle = asyncio.Event()
+        """Set while no request is in flight."""
+        self.idle.set()
+
+    def handle(
+        self, client: Client, call: Call, started: float, on_end: Callable[[], None] | None = None
+    ) -> None:
+        """Send a call, queue it, or refuse it with an error.
+
+        Args:
+            started: when the whole request had arrived.
+            on_end: called when it has ended.
+        """
+        outcome = RequestOutcome(call, started)
+        answer = Answer(
+            client, outcome, wheel=self.shared.wheel, comments=self._comments, now=self.shared.now
+        )
+        ended = self.on_end if on_end is None else partial(self._on_end_of, on_end)
+        budget = self._retry_budgets.of(call.service, self.now())
+        self.take(Exchange(answer, outcome, ended, budget, self.shared), client)
+
+    def now(self) -> float:
+        """Return the time by the monotonic clock of requests."""
+        return self.shared.now()
+
+    def charge(self, request: Request, account: Account) -> None:
+        """Charge a request to its key's limits, before its body is read.
+
+        Raises:
+            RateLimited: the key's rate is reached.
+        """
+        request.is_charged = self._accounting.charge_request(account, self.now())
+
+    def take(self, request: PendingRequest, client: Client) -> None:
+        """Start a request, queue it, or refuse it. It must call `on_end` once, when it has ended."""
+        if not self.inflight:
+            self.idle.clear()
+        self.inflight += 1
+        client.attach(request)
+        try:
+            self._accounting.reserve(request.outcome)
+        except (RateLimited, BadRequest) as refusal:
+            request.refuse(refusal)
+            return
+        self._admit(request, client)
+
+    def _admit(self, request: PendingRequest, client: Client) -> None:
+        """Start a request at once if flow control admits it, else queue it."""
+        outcome, flow_control = request.outcome, self._flow_control
+        call, now = outcome.call, outcome.started
+        sequences = call.estimate.sequences
+        if flow_control.try_admit(call.service, now, call.prompt.name, sequences, call.account):
+            try:
+                request.start()
+            except (Unavailable, TooManyRequests):  # the replicas' capacity was last looked up a moment ago
+                flow_control.retract(call.service, now, sequences)
+            else:
+                return
+        queued = QueuedCall(flow_control, request, client, self.shared.now)
+        client.attach(queued)
+        try:
+            flow_control.enqueue(call.service, queued.request, now)
+        except ApiError as error:
+            queued.refuse(error)
+
+    def _on_end_of(self, on_end: Callable[[], None], outcome: RequestOutcome) -> None:
+        on_end()
+        self.on_end(outcome)
+
+    def on_end(self, outcome: RequestOutcome) -> None:
+        """Account for a request that has ended, and free its place."""
+        now = self.now()
+        self._accounting.close(outcome, now)
+        if outcome.attempts:
+            self._flow_control.ended(outcome.call.service, now, outcome.call.estimate.sequences)
+        self.inflight -= 1
+        if not self.inflight:
+            self.idle.set()

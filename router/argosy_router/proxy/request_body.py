@@ -107,15 +107,6 @@ def resumable_shape(
 class TokenEstimate:
     """The tokens that one request is expected to take."""
 
-    __slots__ = (
-        "beams_per_choice",
-        "has_limit",
-        "output_tokens",
-        "prompt_tokens",
-        "sequences",
-        "service_prompt_tokens",
-    )
-
     def __init__(
         self,
         outputs: Outputs,
@@ -226,13 +217,7 @@ def with_another(body: bytes, field: bytes) -> bytes:
 
 _OPENAI: Final = frozenset(
     (
-        *(
-            "best_of",
-            "echo",
-            "frequency_penalty",
-            "function_call",
-            "functions",
-        ),
+        *("best_of", "echo", "frequency_penalty", "function_call", "functions"),
         *("logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata"),
         *("modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty", "prompt"),
         *("prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed"),

@@ -66,8 +66,6 @@ not use up the budget."""
 class RetryBudget:
     """The retry credit of one service. Times are a monotonic clock's, passed in."""
 
-    __slots__ = ("_credit", "_time")
-
     def __init__(self, now: float) -> None:
         self._credit = MAX_RETRY_CREDIT
         self._time = now
@@ -77,12 +75,8 @@ class RetryBudget:
         self._credit = min(MAX_RETRY_CREDIT, self._credit + RETRY_RATIO)
 
     def spend(self, now: float, *, is_error: bool = False) -> bool:
-        """Take one retry; False when the budget is exhausted.
-
-        Args:
-            is_error: an engine answered the request with an error, or is too busy for requests like it, so
-                `RESERVED_CREDIT` must remain.
-        """
+        """Take one retry; False when the budget is exhausted. `is_error`: an engine answered the request with an error,
+        or is too busy for requests like it, so `RESERVED_CREDIT` must remain."""
         self._credit = min(MAX_RETRY_CREDIT, self._credit + FREE_RETRIES_PER_S * (now - self._time))
         self._time = now
         if self._credit < (1.0 + RESERVED_CREDIT if is_error else 1.0):
@@ -124,8 +118,6 @@ class RetryState:
     """Decides for one request, and keeps the replicas that failed it with an ambiguous error until it is known whose
     fault that was. Times are a monotonic clock's, passed in."""
 
-    __slots__ = ("_budget", "_failed", "is_request_at_fault")
-
     def __init__(self, budget: RetryBudget) -> None:
         """`budget` is the service's."""
         self._budget = budget
@@ -162,11 +154,8 @@ class RetryState:
     def after_failure(
         self, answer: AnswerProgress, *, attempts: int, migrations: int, is_racing: bool
     ) -> NextStep:
-        """Decide what follows a failed attempt.
-
-        Args:
-            is_racing: another attempt at the request is in flight, because one of the two is a hedge.
-        """
+        """Decide what follows a failed attempt; `is_racing`: another attempt at the request is in flight, because one
+        of the two is a hedge."""
         if is_racing:
             return "leave_to_other"
         if answer == "complete":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from argosy_protocol.response_history import StoredResponse
 from argosy_protocol.responses import ResponseFailure, with_status
 from argosy_router.http.limits import BodyReservation
 from argosy_router.http.messages import Client, ClientListener
-from argosy_router.http.sse import EventCutter, EventTooLarge
+from argosy_router.http.sse import READ_BYTES, EventCutter, EventTooLarge
 from argosy_router.proxy.answer import STREAM_HEADERS
 from argosy_router.proxy.ended_response import (
     AdoptedAnswer,
@@ -44,11 +43,8 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 WRITE_BYTES: Final = 64 * 1024
 """Size from which events are not joined to one write."""
-_EVENT_END: Final = re.compile(rb"\n\r?\n")
-"""Begins with a byte that is searched for at once; an event may end with the carriage return before it."""
-_FEW_LINES: Final = 1024
-"""Ends of long events are searched for line by line, which takes a tenth of the pattern's time; those behind so many
-lines are short."""
+_COLON: Final = ord(":")
+_BLANK: Final = (b"", b"\r")
 MAX_PARTIAL_BYTES: Final = 1024 * 1024
 """Pieces of a stream are whole events; an answer that has more without the end of one is no stream, nor a response."""
 _EVENT_OVERHEAD: Final = 64
@@ -145,24 +141,23 @@ class BackgroundRun:
                     self._body.append(data)
                 return
             whole = self._cutter.feed(data)
-            events = [
-                event for event in split_events(whole) if event != b"\n\n" and not event.startswith(b":")
-            ]
         except EventTooLarge:
             self.leave()
             return
-        for event in events:
-            if begins_last(event):
-                if not self._reserve(HELD_TWICE * len(event)):
-                    return
-                self._last = event
+        events = split_events(whole)
+        if len(whole) > READ_BYTES or begins_last(whole):  # one search for a read of many
+            for event in events:
+                if begins_last(event):
+                    if not self._reserve(HELD_TWICE * len(event)):
+                        return
+                    self._last = event
         if not self.is_forgotten:
             size = len(data) + _EVENT_OVERHEAD * len(events)
             self.size += size
             self._count(size)
         if not self.is_forgotten:  # by what counts them
             if self._adopted.is_foreign:
-                self._adopt(events)
+                self._adopt(whole, events)
             else:
                 self.events += events
             self.notify()
@@ -237,9 +232,12 @@ class BackgroundRun:
         for follower in list(self.followers):
             follower.push()
 
-    def _adopt(self, events: list[bytes]) -> None:
+    def _adopt(self, whole: bytes, events: list[bytes]) -> None:
         """Keep events as this router's: engines of other makes are not asked to work in the background. Those behind
         one that has the response wait for it."""
+        if not self._foreign and self._adopting is None and not has_response(whole):
+            self.events += events
+            return
         for event in events:
             if not self._foreign and self._adopting is None and not has_response(event):
                 self.events.append(event)
@@ -274,23 +272,9 @@ class BackgroundRun:
 
 
 def split_events(whole: bytes) -> list[bytes]:
-    """Split after blank lines, each of which becomes a line feed; one event is returned as it is."""
-    events: list[bytes] = []
-    begin = num_lines = 0
-    end = whole.find(b"\n") if len(whole) >= WRITE_BYTES else -1
-    while end >= 0 and num_lines < _FEW_LINES:
-        num_lines += 1
-        if whole.startswith(b"\n", end + 1) and not whole.startswith(b"\r", end - 1):
-            events.append(whole[begin : end + 2])
-            begin = end = end + 2
-        elif (blank := _EVENT_END.match(whole, end)) is not None:
-            events.append(whole[begin:end].removesuffix(b"\r") + b"\n\n")
-            begin = end = blank.end()
-        else:
-            end += 1
-        end = whole.find(b"\n", end)
-    rest = whole[begin:]
-    return events + [event.removesuffix(b"\r") + b"\n\n" for event in _EVENT_END.split(rest) if event]
+    """Split after blank lines, each of which becomes a line feed, and drop comments and empty events."""
+    parts = whole.replace(b"\n\r\n", b"\n\n").split(b"\n\n")
+    return [part.removesuffix(b"\r") + b"\n\n" for part in parts if part not in _BLANK and part[0] != _COLON]
 
 
 class Follower:

@@ -80,10 +80,7 @@ class ResponseStore:
 
     def series(self) -> tuple[Series, ...]:
         """Return the metrics of stored responses."""
-        return (
-            self._outcomes,
-            define.RESPONSE_WRITING_BYTES.value(lambda: self._writing.held),
-        )
+        return (self._outcomes, define.RESPONSE_WRITING_BYTES.value(lambda: self._writing.held))
 
     def new_id(self) -> str:
         return batch_program.new_id(ID_PREFIX, self._now(), self._ttl_s)

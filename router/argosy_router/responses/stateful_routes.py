@@ -21,10 +21,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from argosy_protocol.batch_program import PIECE_BYTES, pieces
 from argosy_protocol.errors import (
     ApiError,
     BadRequest,
-    ErrorReason,
     InternalError,
     PayloadTooLarge,
     Unavailable,
@@ -53,11 +53,11 @@ from argosy_protocol.responses import (
     with_status,
 )
 from argosy_protocol.responses_chat import responses_as_chat
-from argosy_router.auth.accounts import Account
+from argosy_router.batch import PendingAnswer, Refuse
 from argosy_router.http.limits import BodyMemory, BodyReservation
 from argosy_router.http.messages import Client, ClientListener, Request
-from argosy_router.proxy.answer import error_body, error_headers, id_headers
-from argosy_router.proxy.call import no_route, require_json, require_method
+from argosy_router.proxy.answer import id_headers
+from argosy_router.proxy.call import account_of, no_route, require_json, require_method
 from argosy_router.proxy.ended_response import Find
 from argosy_router.proxy.request_body import takes_long, with_fields
 from argosy_router.responses.background_responses import BackgroundResponses
@@ -68,48 +68,13 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 4096
 """Requests that wait for the storage at a time. Owners share them (`OwnerSlots`)."""
-PIECE_BYTES: Final = 256 * 1024
-"""A longer answer is sent as its client reads it. Until all of it is sent it counts in the memory of bodies."""
 _TRUE: Final = frozenset(("true", "True", "1"))
 _JSON: Final = b"content-type: application/json\r\n"
 _COUNT: Final = b"/v1/responses/input_tokens"
 _PATH: Final = re.compile(rb"/v1/responses(?:/([^/]{1,256})(?:/(cancel|input_items))?)?")
 
-Send = Callable[[Client, Request, Account, bytes, bytes], None]
-"""Routes a request of an account: its client, itself, its account, its id, and the id of its response."""
-
-
-class _Pending:
-    """A client whose request waits for the storage. A `ClientListener`."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.task: asyncio.Task[None] | None = None
-        self._may_write = asyncio.Event()
-        self._may_write.set()
-        client.attach(self)
-
-    async def respond(self, headers: bytes, body: bytes) -> None:
-        """Answer with status 200, and a long body as the client reads it. Returns once what is left is in the
-        connection's own buffer."""
-        if len(body) <= PIECE_BYTES:
-            self.client.respond(200, headers, body)
-            return
-        self.client.start(200, headers, body[:PIECE_BYTES])
-        for start in range(PIECE_BYTES, len(body), PIECE_BYTES):
-            await self._may_write.wait()
-            self.client.send(body[start : start + PIECE_BYTES])
-        self.client.finish()
-
-    def on_client_lost(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    def on_client_paused(self) -> None:
-        self._may_write.clear()
-
-    def on_client_resumed(self) -> None:
-        self._may_write.set()
+Send = Callable[[Client, Request, bytes], None]
+"""Routes a request: its client, itself, and the id of its response."""
 
 
 class _EndingClient:
@@ -174,7 +139,7 @@ class StatefulRoutes:
         stored: ResponseStore,
         background: BackgroundResponses,
         send: Send,
-        count_rejection: Callable[[bytes, int, ErrorReason], None],
+        refuse: Refuse,
         max_conversation_bytes: int,
         memory: BodyMemory,
         find: Find,
@@ -184,24 +149,23 @@ class StatefulRoutes:
             memory: of request bodies; what is loaded for a request counts in it, from before it is read until the
                 request has ended, or is answered with it.
             find: finds the response in an answer.
-            count_rejection: counts a refusal by its request's id, status and reason.
             max_conversation_bytes: bounds what a request refers to, and the conversation that this makes.
         """
         self._stored = stored
         self._background = background
         self._send = send
-        self._count_rejection = count_rejection
+        self._refuse = refuse
         self._max_conversation_bytes = max_conversation_bytes
         self._memory = memory
         self._find_response = find
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = OwnerSlots(MAX_PENDING)
 
-    def on_head(self, request: Request, account: Account) -> bool:
+    def on_head(self, request: Request) -> bool:
         """Whether the body of a request will be used, by its head."""
         return request.method == b"POST" and _PATH.fullmatch(request.path) is not None
 
-    def on_request(self, client: Client, request: Request, account: Account, request_id: bytes) -> None:
+    def on_request(self, client: Client, request: Request) -> None:
         """Answer now or later.
 
         Raises:
@@ -210,29 +174,25 @@ class StatefulRoutes:
         path = _PATH.fullmatch(request.path)
         if path is None:
             raise no_route(request)
-        owner, response_id = account.name, (path[1] or b"").decode("latin-1")
+        response_id = (path[1] or b"").decode("latin-1")
         is_count = request.path == _COUNT and request.method == b"POST"
         if response_id and not is_count:
             self._later(
-                client,
-                owner,
-                lambda pending: self._respond(pending, owner, response_id, path[2], request, request_id),
+                client, request, lambda answer: self._respond(client, request, answer, response_id, path[2])
             )
             return
         require_method(request, b"POST")
         require_json(request)
         if takes_long(request.body):
-            self._later(
-                client, owner, lambda _: self._read(client, request, account, request_id, is_count=is_count)
-            )
+            self._later(client, request, lambda _: self._read(client, request, is_count=is_count))
             return
         asked = decode_responses_request(request.body)
         if is_count:
             asked = _counted(asked)
         if not (asked.background or referenced_responses(asked)):
-            self._create(client, request, account, request_id, asked, resolved_items(asked, {}))
+            self._create(client, request, asked, resolved_items(asked, {}))
             return
-        self._later(client, owner, lambda _: self._resolve(client, request, account, request_id, asked))
+        self._later(client, request, lambda _: self._resolve(client, request, asked))
 
     async def close(self) -> None:
         """Cancel what has not been answered, and end what is generated in the background."""
@@ -243,34 +203,41 @@ class StatefulRoutes:
         await self._stored.close()
 
     def _later(
-        self, client: Client, owner: str, work: Callable[[_Pending], Coroutine[Any, Any, None]]
+        self, client: Client, request: Request, work: Callable[[PendingAnswer], Coroutine[Any, Any, None]]
     ) -> None:
+        """Answer in a task, which ends with the client's connection."""
+        owner = account_of(request).name
         if not self._slots.take(owner):
             raise Unavailable("too many requests wait for the router's storage; retry", retry_after_s=1.0)
-        pending = _Pending(client)
-        pending.task = task = asyncio.create_task(work(pending), name="responses")
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._on_done(task, owner))
+        answer = PendingAnswer(client)
 
-    def _on_done(self, task: asyncio.Task[None], owner: str) -> None:
-        self._tasks.discard(task)
-        self._slots.release(owner)
+        async def run() -> None:
+            try:
+                await work(answer)
+            except ApiError as error:
+                self._refuse(client, request, error)
+            except Exception:
+                log.exception("request %s failed", request.id.decode())
+                self._refuse(client, request, InternalError("internal error"))
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._slots.release(owner)
+
+        task = asyncio.create_task(run(), name="responses")
+        answer.on_lost = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(on_done)
 
     # creation
 
     def _create(
-        self,
-        client: Client,
-        request: Request,
-        account: Account,
-        request_id: bytes,
-        asked: ResponsesRequest,
-        conversation: list[ResponseItem],
+        self, client: Client, request: Request, asked: ResponsesRequest, conversation: list[ResponseItem]
     ) -> None:
         """Route a request whose input is the whole conversation."""
         response_id = self._stored.new_id()
         if asked.store:
-            owner = account.name
+            owner = account_of(request).name
 
             async def store(response: msgspec.Raw) -> None:
                 items = await in_turns(identifying(conversation, response_id))
@@ -286,30 +253,18 @@ class StatefulRoutes:
                 self._find_response,
                 owner,
             )
-        self._send(client, request, account, request_id, response_id.encode())
+        self._send(client, request, response_id.encode())
 
-    async def _read(
-        self, client: Client, request: Request, account: Account, request_id: bytes, *, is_count: bool
-    ) -> None:
+    async def _read(self, client: Client, request: Request, *, is_count: bool) -> None:
         """Read a large body in steps, and answer as its request asks."""
-        try:
-            asked = await in_turns(decoding_responses_request(request.body))
-        except ApiError as error:
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            self._refuse(client, InternalError("internal error"), request, request_id)
-        else:
-            asked = _counted(asked) if is_count else asked
-            await self._resolve(client, request, account, request_id, asked)
+        asked = await in_turns(decoding_responses_request(request.body))
+        await self._resolve(client, request, _counted(asked) if is_count else asked)
 
-    async def _resolve(
-        self, client: Client, request: Request, account: Account, request_id: bytes, asked: ResponsesRequest
-    ) -> None:
+    async def _resolve(self, client: Client, request: Request, asked: ResponsesRequest) -> None:
         """Put the conversation into a request's input, and route it."""
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
-            found = await self._found(account.name, asked, reserved)
+            found = await self._found(account_of(request).name, asked, reserved)
             conversation = await in_turns(resolving(asked, found))
             if found:
                 request.body = with_fields(
@@ -318,20 +273,13 @@ class StatefulRoutes:
             if asked.background:
                 # The client is answered at once, and then what is reserved for the body as received is released.
                 reserved.grow(request.body_bytes)
-                await self._begin(client, request, account, request_id, asked, conversation, reserved)
+                await self._begin(client, request, asked, conversation, reserved)
             else:
                 client = _EndingClient(client, reserved.release)
-                self._create(client, request, account, request_id, asked, conversation)
-        except asyncio.CancelledError:
+                self._create(client, request, asked, conversation)
+        except BaseException:
             reserved.release()
             raise
-        except ApiError as error:
-            reserved.release()
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            reserved.release()
-            self._refuse(client, InternalError("internal error"), request, request_id)
 
     async def _found(
         self, owner: str, asked: ResponsesRequest, reserved: BodyReservation
@@ -366,21 +314,19 @@ class StatefulRoutes:
         if size > self._max_conversation_bytes:
             raise PayloadTooLarge(
                 f"the conversation that the request continues or refers to exceeds the limit of "
-                f"{self._max_conversation_bytes} bytes; begin a new one with what is needed of it",
+                f"{self._max_conversation_bytes} bytes; begin a new one with what is needed of it"
             )
 
     async def _begin(
         self,
         client: Client,
         request: Request,
-        account: Account,
-        request_id: bytes,
         asked: ResponsesRequest,
         conversation: list[ResponseItem],
         reserved: BodyReservation,
     ) -> None:
         """Generate a response in the background."""
-        owner, response_id = account.name, self._stored.new_id()
+        owner, response_id = account_of(request).name, self._stored.new_id()
         if not takes_long(request.body):
             responses_as_chat(asked, conversation)  # its client is told of errors while it waits
         queued = msgspec.json.encode(
@@ -390,10 +336,10 @@ class StatefulRoutes:
         record = StoredResponse(msgspec.Raw(queued), items)
 
         def send(run: Client) -> None:
-            self._send(run, request, account, request_id, response_id.encode())
+            self._send(run, request, response_id.encode())
 
         await self._background.start(owner, response_id, record, asked.stream, reserved, send)
-        ids = id_headers(request_id, request.path)
+        ids = id_headers(request.id, request.path)
         if asked.stream:
             self._background.follow(client, owner, response_id, 0, ids)
         else:
@@ -403,14 +349,13 @@ class StatefulRoutes:
 
     async def _respond(
         self,
-        pending: _Pending,
-        owner: str,
+        client: Client,
+        request: Request,
+        pending: PendingAnswer,
         response_id: str,
         action: bytes | None,
-        request: Request,
-        request_id: bytes,
     ) -> None:
-        client, ids = pending.client, id_headers(request_id, request.path)
+        owner, ids = account_of(request).name, id_headers(request.id, request.path)
         reserved = BodyReservation(self._memory, request.account, request.body_bytes)
         try:
             query = _query(request)
@@ -420,22 +365,15 @@ class StatefulRoutes:
                 self._background.follow(client, owner, response_id, position, ids)
             else:
                 answer = await self._answer(owner, response_id, action, request, reserved)
-                await pending.respond(_JSON + ids, answer)
-        except ApiError as error:
-            self._refuse(client, error, request, request_id)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            self._refuse(client, InternalError("internal error"), request, request_id)
+                if len(answer) <= PIECE_BYTES:
+                    client.respond(200, _JSON + ids, answer)
+                else:  # returns once what is left is in the connection's own buffer
+                    await pending.stream(_JSON + ids, pieces(answer))
         finally:
             reserved.release()
 
     async def _answer(
-        self,
-        owner: str,
-        response_id: str,
-        action: bytes | None,
-        request: Request,
-        reserved: BodyReservation,
+        self, owner: str, response_id: str, action: bytes | None, request: Request, reserved: BodyReservation
     ) -> bytes:
         if action == b"cancel":
             require_method(request, b"POST")
@@ -488,11 +426,6 @@ class StatefulRoutes:
         record = await self._find(owner, response_id, reserved)
         paging = paging_items(record, after=query.get("after"), limit=limit, order=direction)
         return msgspec.json.encode(await in_turns(paging))
-
-    def _refuse(self, client: Client, error: ApiError, request: Request, request_id: bytes) -> None:
-        self._count_rejection(request_id, error.http_status, error.reason())
-        headers = error_headers(error) + id_headers(request_id, request.path)
-        client.respond(error.http_status, headers, error_body(error, request.path))
 
 
 def _counted(asked: ResponsesRequest) -> ResponsesRequest:
