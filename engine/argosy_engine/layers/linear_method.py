@@ -38,6 +38,7 @@ from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, t
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
+    INTEGER_BITS,
     QuantizationConfig,
     check_online_quantization,
     check_quantization,
@@ -47,6 +48,7 @@ from argosy_engine.model_configs.quantization_config import (
 )
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
+from argosy_engine.native.library import kernels_for
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -68,6 +70,16 @@ class LinearMethod:
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         """The same for two parts of equal size, the gate's first, followed by the activation."""
         weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return gated_linear_of(weight, bias, activation, is_traceable=self._is_traceable)
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a layer of a weight [out, in] of `load_experts`."""
+        return linear_of(weight, bias, is_traceable=self._is_traceable)
+
+    def make_gated(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation
+    ) -> GatedLinear:
+        """The same for a gated layer."""
         return gated_linear_of(weight, bias, activation, is_traceable=self._is_traceable)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
@@ -241,10 +253,12 @@ def linear_method(
     """
     check_quantization(config.quantization, quantization)
     reason = _no_fp8_product(dtype, device, uses_triton)
-    check_online_quantization(config.quantization, quantization, reason)
+    check_online_quantization(config.quantization, quantization, device.type, reason)
     if config.quantization is None:
         if quantization is None:
             return LinearMethod(is_traceable=is_traceable)
+        if (bits := INTEGER_BITS.get(quantization)) is not None:
+            return _online_integers(bits, dtype, device)
         return OnlineFp8LinearMethod(_quantize_rows())
     found = config.quantization
     logger.info("%s", what_becomes(found, str(dtype).removeprefix("torch."), reason))
@@ -258,7 +272,7 @@ def has_fp8_products(
     """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
     if config.quantization is not None and (config.widens_fp8 or config.quantization.is_widened):
         return False
-    is_quantised = config.quantization is not None or quantization is not None
+    is_quantised = config.quantization is not None or quantization == "fp8"
     return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None
 
 
@@ -279,6 +293,24 @@ def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool)
     if not device_traits(device).has_fp8:
         return "this GPU has no FP8 (it needs compute capability 8.9)"
     return None
+
+
+def _online_integers(bits: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    """Return the method that quantises unquantised weights to integers.
+
+    Raises:
+        ConfigError: the CPU kernels do not serve.
+    """
+    from argosy_engine.layers.online_int import OnlineIntLinearMethod
+
+    loaded = kernels_for(device, dtype)
+    if loaded is None:
+        raise ConfigError(
+            f"--quantization int{bits} needs the CPU kernels, which are off or do not run here in "
+            f"{str(dtype).removeprefix('torch.')}; leave the flag out"
+        )
+    logger.info("weights are quantised to int%d as they are loaded, in groups of up to 128 inputs", bits)
+    return OnlineIntLinearMethod(bits, loaded)
 
 
 def _quantize_rows() -> QuantizeRows:

@@ -274,7 +274,7 @@ inline int test() {
   fill(&a[0][0], sizeof a / sizeof(bf16));
   fill(&panel[0][0][0], sizeof panel / sizeof(bf16));
   const auto multiply = [](auto tiles, int rows, float* to) {
-    product<decltype(tiles)>(reinterpret_cast<const Unit*>(a), kTestUnits, reinterpret_cast<const Unit*>(panel), rows, to);
+    product<decltype(tiles)>(reinterpret_cast<const Unit*>(a), kTestUnits, kTestUnits, reinterpret_cast<const Unit*>(panel), rows, to);
     tiles.release();
   };
   multiply(Tiles{}, kTestRows, sums);

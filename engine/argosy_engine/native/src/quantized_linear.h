@@ -167,7 +167,7 @@ class QuantizedSums {
     constexpr int kVectors = 2 * kPanels;
     constexpr int kRows = kPanels == 2 ? kPairRows : kMaxRows;
     alignas(64) Unit units[kPanels == 2 ? 1 : kSpan / kPerUnit<T> * kPanel];
-    const Unit* columns[2] = {units, units + kLanes};
+    const Unit* columns[2] = {units, units + (kPanels == 1 ? kLanes : 0)};
     memset(totals, 0, sizeof(float) * rows * kVectors * kLanes);
     const int passes = int(ceil_div(rows, kRows));
     const int64_t panel_bytes = int64_t(inputs_) / Packed::kInputs * Packed::kPanelBytes;
