@@ -14,8 +14,7 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention import cpu_attn
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.linear_method import linear_method
-from argosy_engine.layers.online_int import quantized_weight
+from argosy_engine.layers.linear_method import linear_method, quantized_weight
 from argosy_engine.model_configs.quantization_config import INTEGER_BITS
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model

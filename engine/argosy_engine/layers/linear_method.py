@@ -32,6 +32,8 @@ from argosy_engine.layers.linear import (
     gated_linear_of,
     linear_of,
     ordered,
+    quantized_gated_linear_of,
+    quantized_linear_of,
 )
 from argosy_engine.layers.norms import GatedActivation
 from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
@@ -42,13 +44,14 @@ from argosy_engine.model_configs.quantization_config import (
     QuantizationConfig,
     check_online_quantization,
     check_quantization,
+    group_size,
     is_multiplied,
     no_fp8_product,
     what_becomes,
 )
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
-from argosy_engine.native.library import kernels_for
+from argosy_engine.native.library import Kernels, QuantizedWeight, kernels_for
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -301,8 +304,6 @@ def _online_integers(bits: int, dtype: torch.dtype, device: torch.device) -> Lin
     Raises:
         ConfigError: the CPU kernels do not serve.
     """
-    from argosy_engine.layers.online_int import OnlineIntLinearMethod
-
     loaded = kernels_for(device, dtype)
     if loaded is None:
         raise ConfigError(
@@ -388,6 +389,44 @@ class Product(ABC):
             schemes: of their projections.
         """
         return None
+
+
+class OnlineIntLinearMethod(LinearMethod):
+    """Quantises unquantised weights to integers as they are loaded, for native/src/quantized_linear.h.
+
+    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. Layers whose spec
+    keeps their precision are left as they are, and so are layers whose inputs no group divides.
+
+    Args:
+        bits: 8 or 4.
+        loaded: multiplies by them.
+    """
+
+    def __init__(self, bits: int, loaded: Kernels) -> None:
+        super().__init__()
+        self._bits, self._kernels = bits, loaded
+
+    def load(self, weights: Weights, spec: LinearSpec) -> Linear:
+        if spec.keeps_precision:
+            return super().load(weights, spec)
+        return self.make(take_fused(weights, spec), take_bias(weights, spec))
+
+    def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
+        if spec.keeps_precision:
+            return super().load_gated(weights, spec, activation)
+        return self.make_gated(take_fused(weights, spec), take_bias(weights, spec), activation)
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if (quantized := quantized_weight(weight, self._bits)) is None:
+            return super().make(weight, bias)
+        return quantized_linear_of(self._kernels, quantized, bias, weight.dtype)
+
+    def make_gated(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation
+    ) -> GatedLinear:
+        if (quantized := quantized_weight(weight, self._bits)) is None:
+            return super().make_gated(weight, bias, activation)
+        return quantized_gated_linear_of(self._kernels, quantized, bias, weight.dtype, activation)
 
 
 class SchemeLinearMethod(LinearMethod):
@@ -655,6 +694,27 @@ def _joined(scales: list[torch.Tensor]) -> torch.Tensor:
     if len(scales) == 1:
         return scales[0].contiguous()
     return scales[0].new_empty(sum(map(len, scales))) if scales[0].is_meta else torch.cat(scales)
+
+
+def quantized_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight | None:
+    """Quantise a weight [out, in]; None: no group divides its inputs.
+
+    The scale of a group is its largest magnitude divided by half the number of steps, as compressed-tensors computes it
+    for symmetric integers (`calculate_qparams`).
+    """
+    out, inputs = weight.shape
+    if (group := group_size(inputs)) is None:
+        return None
+    half, rows_at_once = 1 << (bits - 1), 1024  # which limits peak memory
+    integers = torch.empty(out, inputs, dtype=torch.int8)
+    scales = torch.empty(out, inputs // group)
+    for start in range(0, out, rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        groups = weight[rows].float().unflatten(1, (-1, group))
+        scale = groups.abs().amax(dim=2).div_(half - 0.5).clamp_(min=torch.finfo(torch.float32).tiny)
+        rounded = groups.div(scale.unsqueeze(2)).round_().clamp_(-half, half - 1)
+        integers[rows], scales[rows] = rounded.flatten(1).to(torch.int8), scale
+    return QuantizedWeight(bits, integers, scales)
 
 
 def is_aligned(shape: Sequence[int]) -> bool:
