@@ -705,11 +705,11 @@ def quantized_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight | None:
     out, inputs = weight.shape
     if (group := group_size(inputs)) is None:
         return None
-    half, rows_at_once = 1 << (bits - 1), 1024  # which limits peak memory
+    half = 1 << (bits - 1)
     integers = torch.empty(out, inputs, dtype=torch.int8)
     scales = torch.empty(out, inputs // group)
-    for start in range(0, out, rows_at_once):
-        rows = slice(start, start + rows_at_once)
+    for start in range(0, out, ROWS):
+        rows = slice(start, start + ROWS)
         groups = weight[rows].float().unflatten(1, (-1, group))
         scale = groups.abs().amax(dim=2).div_(half - 0.5).clamp_(min=torch.finfo(torch.float32).tiny)
         rounded = groups.div(scale.unsqueeze(2)).round_().clamp_(-half, half - 1)
