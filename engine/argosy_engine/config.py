@@ -113,7 +113,16 @@ _REFUSED_LEVELS = {
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal[
-    "fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq", "auto-round", "bitsandbytes"
+    "fp8",
+    "int8",
+    "int4",
+    "compressed-tensors",
+    "modelopt",
+    "mxfp4",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
 ]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 _DTYPES_OF_MODELS = tuple(
@@ -140,7 +149,7 @@ _REFUSED_QUANTIZATIONS = tuple(
         f"{OTHER_ENGINES}",
     )
     for method in (
-        *("marlin", "moe_wna16", "gguf", "torchao", "quark", "humming", "int8", "tpu_int8", "experts_int8"),
+        *("marlin", "moe_wna16", "gguf", "torchao", "quark", "humming", "tpu_int8", "experts_int8"),
         *("mxfp8", "fbgemm_fp8", "ptpc_fp8"),
     )
 )
@@ -366,7 +375,8 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Quantization | None,
         Meta(
             description="scheme of the weights; default: the checkpoint's; fp8 of an unquantised checkpoint: quantised "
-            "to FP8 as it is loaded, on GPUs with FP8 in bfloat16"
+            "to FP8 as it is loaded, on GPUs with FP8 in bfloat16; int8 or int4: to integers in groups of inputs that "
+            "share a scale, on CPUs"
         ),
         Flag(short="-q", aliases=_QUANTIZATION_ALIASES, remedies=_REFUSED_QUANTIZATIONS),
     ] = None

@@ -34,7 +34,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.llama import Llama
 from argosy_engine.native import build, library
 from argosy_engine.native.build import NativeUnavailable
-from argosy_engine.native.library import Kernels
+from argosy_engine.native.library import Kernels, QuantizedWeight
 from argosy_engine.params import SamplingParams
 from attention_cases import Case, Span, attention_metadata, random_case
 from greedy_reference import differing_tokens
@@ -111,6 +111,78 @@ def test_linear_equals_float64_for_every_number_of_rows(kernels: Kernels, dtype:
             assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
         narrow = kernels.linear(x, kernels.pack_linear(weight), dtype)
         assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_linear_equals_float64_for_every_number_of_rows(
+    kernels: Kernels, dtype: torch.dtype, bits: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = (
+        (1, 32, 32),
+        (33, 64, 32),
+        (64, 96, 96),
+        (100, 128, 128),
+        (130, 200, 200),
+        (97, 512, 256),
+        (200, 384, 8),
+    )
+    for number, (out_features, in_features, group) in enumerate(shapes):
+        weight = random_quantized(generator, bits, out_features, in_features, group, is_full=number % 2 == 1)
+        bias = torch.randn(out_features, generator=generator).to(dtype)
+        packed = kernels.pack_quantized(weight, dtype, bias)
+        x = torch.randn(301, in_features, generator=generator).to(dtype)
+        expected = x.double() @ weight.widened(torch.float64).t() + bias.double()
+        whole = kernels.linear(x, packed, torch.float32)
+        assert error(whole, expected) < 1e-4
+        for rows in (*range(26), 48, 97, 193):
+            part = kernels.linear(x[:rows].contiguous(), packed, torch.float32)
+            assert torch.equal(part, whole[:rows]), f"{rows} rows of {out_features} x {in_features}"
+        narrow = kernels.linear(x, kernels.pack_quantized(weight, dtype), dtype)
+        assert error(narrow, (whole.double() - bias.double()).to(dtype).double()) < TOLERANCE[dtype]
+        squared = kernels.squared_relu_linear(x, packed)
+        assert torch.equal(squared, (whole.clamp(min=0) ** 2).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_gated_linear_equals_float64(kernels: Kernels, dtype: torch.dtype, bits: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for inner, in_features, group in ((16, 32, 32), (48, 64, 32), (208, 256, 128)):
+        weight = random_quantized(generator, bits, 2 * inner, in_features, group, is_full=inner == 48)
+        bias = torch.randn(2 * inner, generator=generator).to(dtype)
+        x = (torch.randn(70, in_features, generator=generator) / in_features**0.5).to(dtype)
+        packed = kernels.pack_quantized(weight, dtype, bias, is_gated=True)
+        gate, up = (x.double() @ weight.widened(torch.float64).t() + bias.double()).chunk(2, dim=1)
+        whole = kernels.gated_linear(x, packed)
+        assert error(whole, F.silu(gate) * up) < TOLERANCE[dtype]
+        for rows in (1, 6, 7, 16):
+            assert torch.equal(kernels.gated_linear(x[:rows].contiguous(), packed), whole[:rows])
+
+
+def test_every_integer_is_widened_exactly(kernels: Kernels) -> None:
+    for bits, numbers in ((8, torch.arange(-128, 128)), (4, torch.arange(-8, 8).repeat(2))):
+        weight = QuantizedWeight(bits, torch.diag(numbers).to(torch.int8), torch.ones(len(numbers), 1))
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (1, len(numbers)):
+                x = torch.ones(rows, len(numbers), dtype=dtype)
+                y = kernels.linear(x, kernels.pack_quantized(weight, dtype), torch.float32)
+                assert torch.equal(y, numbers.float().expand(rows, -1))
+
+
+def random_quantized(
+    generator: torch.Generator, bits: int, out_features: int, in_features: int, group: int, *, is_full: bool
+) -> QuantizedWeight:
+    """Return a random weight, with zero points and inputs in another order if `is_full`."""
+    low = -(1 << (bits - 1))
+    integers = torch.randint(low, -low, (out_features, in_features), dtype=torch.int8, generator=generator)
+    scales = torch.rand(out_features, in_features // group, generator=generator) / -low + 0.01
+    if not is_full:
+        return QuantizedWeight(bits, integers, scales)
+    zeros = torch.randint(low, -low, scales.shape, generator=generator)
+    order = torch.randperm(in_features, generator=generator).int()
+    return QuantizedWeight(bits, integers, scales, -scales * zeros, order)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

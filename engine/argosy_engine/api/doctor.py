@@ -43,6 +43,7 @@ from argosy_engine.model_configs.model_config import (
     read_json,
 )
 from argosy_engine.model_configs.quantization_config import (
+    INTEGER_BITS,
     check_online_quantization,
     check_quantization,
     no_fp8_product,
@@ -211,11 +212,13 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     needs = AttentionNeeds(device.device, dtype, args.block_size, layers, args.has_fp8_kv_cache)
     backend = select_backend(needs, args.attention_backend)
     refusal = no_fp8_product(dtype, device.device, backend.name in ("triton", "flash_attn"))
-    check_online_quantization(config.quantization, args.quantization, refusal)
+    check_online_quantization(config.quantization, args.quantization, device.device, refusal)
     weights: str | None = None
     if config.quantization is not None:
         weights = what_becomes(config.quantization, dtype, WIDENS if is_foreign else refusal)
         weights += f"; {size(stored_bytes)} in the files" if stored_bytes else ""
+    elif args.quantization in INTEGER_BITS:
+        weights = f"quantised to {args.quantization} as they are loaded, and multiplied as they are packed"
     diagnosis = Diagnosis(
         fits=False,
         model=args.canonical_name,
@@ -284,7 +287,9 @@ def _stage_budget(
             stage,
             state_itemsize=itemsize,
         ),
-        weights_bytes=estimate_weights(config, elements, itemsize, device.device, ranks, stage),
+        weights_bytes=estimate_weights(
+            config, elements, itemsize, device.device, ranks, stage, args.quantization
+        ),
         activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )
 

@@ -42,7 +42,6 @@ from argosy_engine.layers.linear import (
     LinearSpec,
     RowParallelLinear,
     VocabParallelHead,
-    gated_linear_of,
     linear_of,
 )
 from argosy_engine.layers.linear_method import LinearMethod
@@ -273,17 +272,15 @@ class LayerFactory:
     def _unstacked(self, spec: ExpertsSpec) -> dict[int, tuple[GatedLinear, Linear]]:
         whole = self._method.load_experts(self.weights, spec)
         activation = self._kernels.gated_activations[spec.activation]
-        is_traceable = self._compiler is not None
 
         def bias(biases: torch.Tensor | None, place: int) -> torch.Tensor | None:
             return None if biases is None else biases[place]
 
         experts = {}
         for place, index in enumerate(spec.held_experts):
-            gate_up = gated_linear_of(
-                whole.gate_up[place], bias(whole.gate_up_bias, place), activation, is_traceable=is_traceable
-            )
-            down = linear_of(whole.down[place], bias(whole.down_bias, place), is_traceable=is_traceable)
+            gate_up_bias, down_bias = bias(whole.gate_up_bias, place), bias(whole.down_bias, place)
+            gate_up = self._method.make_gated(whole.gate_up[place], gate_up_bias, activation)
+            down = self._method.make(whole.down[place], down_bias)
             experts[index] = gate_up, down
         return experts
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from argosy_engine.distributed.parallel_state import Communicator
 from argosy_engine.layers.norms import GatedActivation, silu_and_mul, squared_relu
 from argosy_engine.model_configs.sharding import Shard
-from argosy_engine.native.library import Kernels, PackedLinear, kernels_for
+from argosy_engine.native.library import Kernels, PackedLinear, QuantizedWeight, kernels_for
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -123,7 +123,7 @@ def linear_of(
     """
     loaded = None if is_traceable else kernels_for(weight.device, weight.dtype)
     if loaded is not None and _fills_units(weight):
-        return CpuLinear(loaded, weight, bias)
+        return CpuLinear(loaded, loaded.pack_linear(weight, bias))
     if not is_traceable and _has_onednn_layout(weight):
         return OneDnnLinear(weight, bias)
     if weight.device.type == "cpu" and weight.dtype is torch.float32:
@@ -144,10 +144,37 @@ def gated_linear_of(
     if not is_traceable and _fills_units(weight):
         loaded = kernels_for(weight.device, weight.dtype)
     if loaded is not None and activation is silu_and_mul and weight.shape[0] // 2 % loaded.lanes == 0:
-        return CpuGatedLinear(loaded, weight, bias)
+        return CpuGatedLinear(loaded, loaded.pack_linear(weight, bias, is_gated=True))
     if loaded is not None and activation is squared_relu:
-        return CpuSquaredReluLinear(loaded, weight, bias)
+        return CpuSquaredReluLinear(loaded, loaded.pack_linear(weight, bias))
     return SplitGatedLinear(linear_of(weight, bias, is_traceable=is_traceable), activation)
+
+
+def quantized_linear_of(
+    loaded: Kernels, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> Linear:
+    """Make a layer of a weight that stays packed.
+
+    Args:
+        weight: `can_pack` holds of it.
+        dtype: of the activations and the bias.
+    """
+    return CpuLinear(loaded, loaded.pack_quantized(weight, dtype, bias))
+
+
+def quantized_gated_linear_of(
+    loaded: Kernels,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    activation: GatedActivation,
+) -> GatedLinear:
+    """The same for a weight [2 * inner, in], the gate's rows first, or without a gate [inner, in]."""
+    if activation is silu_and_mul and weight.integers.shape[0] // 2 % loaded.lanes == 0:
+        return CpuGatedLinear(loaded, loaded.pack_quantized(weight, dtype, bias, is_gated=True))
+    if activation is squared_relu:
+        return CpuSquaredReluLinear(loaded, loaded.pack_quantized(weight, dtype, bias))
+    return SplitGatedLinear(quantized_linear_of(loaded, weight, bias, dtype), activation)
 
 
 def _fills_units(weight: torch.Tensor) -> bool:
@@ -164,9 +191,9 @@ def _has_onednn_layout(weight: torch.Tensor) -> bool:
 class CpuLinear(Linear):
     """Our CPU kernels. As an output head it returns the float32 sums."""
 
-    def __init__(self, loaded: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, loaded: Kernels, packed: PackedLinear) -> None:
         self._kernels = loaded
-        self.packed = self._packed = loaded.pack_linear(weight, bias)
+        self.packed = self._packed = packed
 
     def __call__(self, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -213,9 +240,9 @@ class TorchLinear(Linear):
 class CpuGatedLinear(GatedLinear):
     """Our CPU kernels. The size of each half of the outputs is a multiple of their `lanes`."""
 
-    def __init__(self, loaded: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, loaded: Kernels, packed: PackedLinear) -> None:
         self._kernels = loaded
-        self.packed = self._packed = loaded.pack_linear(weight, bias, is_gated=True)
+        self.packed = self._packed = packed
 
     def __call__(self, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
@@ -225,9 +252,8 @@ class CpuGatedLinear(GatedLinear):
 class CpuSquaredReluLinear(GatedLinear):
     """Our CPU kernels: relu(x W^T + b) ** 2. Its weight is not packed as gated ones are."""
 
-    def __init__(self, loaded: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._kernels = loaded
-        self._packed = loaded.pack_linear(weight, bias)
+    def __init__(self, loaded: Kernels, packed: PackedLinear) -> None:
+        self._kernels, self._packed = loaded, packed
 
     def __call__(self, x: Activations) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)

@@ -32,21 +32,26 @@ from argosy_engine.layers.linear import (
     gated_linear_of,
     linear_of,
     ordered,
+    quantized_gated_linear_of,
+    quantized_linear_of,
 )
 from argosy_engine.layers.norms import GatedActivation
 from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
+    INTEGER_BITS,
     QuantizationConfig,
     check_online_quantization,
     check_quantization,
+    group_size,
     is_multiplied,
     no_fp8_product,
     what_becomes,
 )
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
+from argosy_engine.native.library import Kernels, QuantizedWeight, kernels_for
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -68,6 +73,16 @@ class LinearMethod:
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         """The same for two parts of equal size, the gate's first, followed by the activation."""
         weight, bias = take_fused(weights, spec), take_bias(weights, spec)
+        return gated_linear_of(weight, bias, activation, is_traceable=self._is_traceable)
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a layer of a weight [out, in] of `load_experts`."""
+        return linear_of(weight, bias, is_traceable=self._is_traceable)
+
+    def make_gated(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation
+    ) -> GatedLinear:
+        """The same for a gated layer."""
         return gated_linear_of(weight, bias, activation, is_traceable=self._is_traceable)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
@@ -241,10 +256,12 @@ def linear_method(
     """
     check_quantization(config.quantization, quantization)
     reason = _no_fp8_product(dtype, device, uses_triton)
-    check_online_quantization(config.quantization, quantization, reason)
+    check_online_quantization(config.quantization, quantization, device.type, reason)
     if config.quantization is None:
         if quantization is None:
             return LinearMethod(is_traceable=is_traceable)
+        if (bits := INTEGER_BITS.get(quantization)) is not None:
+            return _online_integers(bits, dtype, device)
         return OnlineFp8LinearMethod(_quantize_rows())
     found = config.quantization
     logger.info("%s", what_becomes(found, str(dtype).removeprefix("torch."), reason))
@@ -258,7 +275,7 @@ def has_fp8_products(
     """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
     if config.quantization is not None and (config.widens_fp8 or config.quantization.is_widened):
         return False
-    is_quantised = config.quantization is not None or quantization is not None
+    is_quantised = config.quantization is not None or quantization == "fp8"
     return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None
 
 
@@ -279,6 +296,22 @@ def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool)
     if not device_traits(device).has_fp8:
         return "this GPU has no FP8 (it needs compute capability 8.9)"
     return None
+
+
+def _online_integers(bits: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    """Return the method that quantises unquantised weights to integers.
+
+    Raises:
+        ConfigError: the CPU kernels do not serve.
+    """
+    loaded = kernels_for(device, dtype)
+    if loaded is None:
+        raise ConfigError(
+            f"--quantization int{bits} needs the CPU kernels, which are off or do not run here in "
+            f"{str(dtype).removeprefix('torch.')}; leave the flag out"
+        )
+    logger.info("weights are quantised to int%d as they are loaded, in groups of up to 128 inputs", bits)
+    return OnlineIntLinearMethod(bits, loaded)
 
 
 def _quantize_rows() -> QuantizeRows:
@@ -356,6 +389,44 @@ class Product(ABC):
             schemes: of their projections.
         """
         return None
+
+
+class OnlineIntLinearMethod(LinearMethod):
+    """Quantises unquantised weights to integers as they are loaded, for native/src/quantized_linear.h.
+
+    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. Layers whose spec
+    keeps their precision are left as they are, and so are layers whose inputs no group divides.
+
+    Args:
+        bits: 8 or 4.
+        loaded: multiplies by them.
+    """
+
+    def __init__(self, bits: int, loaded: Kernels) -> None:
+        super().__init__()
+        self._bits, self._kernels = bits, loaded
+
+    def load(self, weights: Weights, spec: LinearSpec) -> Linear:
+        if spec.keeps_precision:
+            return super().load(weights, spec)
+        return self.make(take_fused(weights, spec), take_bias(weights, spec))
+
+    def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
+        if spec.keeps_precision:
+            return super().load_gated(weights, spec, activation)
+        return self.make_gated(take_fused(weights, spec), take_bias(weights, spec), activation)
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if (quantized := quantized_weight(weight, self._bits)) is None:
+            return super().make(weight, bias)
+        return quantized_linear_of(self._kernels, quantized, bias, weight.dtype)
+
+    def make_gated(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation
+    ) -> GatedLinear:
+        if (quantized := quantized_weight(weight, self._bits)) is None:
+            return super().make_gated(weight, bias, activation)
+        return quantized_gated_linear_of(self._kernels, quantized, bias, weight.dtype, activation)
 
 
 class SchemeLinearMethod(LinearMethod):
@@ -623,6 +694,27 @@ def _joined(scales: list[torch.Tensor]) -> torch.Tensor:
     if len(scales) == 1:
         return scales[0].contiguous()
     return scales[0].new_empty(sum(map(len, scales))) if scales[0].is_meta else torch.cat(scales)
+
+
+def quantized_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight | None:
+    """Quantise a weight [out, in]; None: no group divides its inputs.
+
+    The scale of a group is its largest magnitude divided by half the number of steps, as compressed-tensors computes it
+    for symmetric integers (`calculate_qparams`).
+    """
+    out, inputs = weight.shape
+    if (group := group_size(inputs)) is None:
+        return None
+    half = 1 << (bits - 1)
+    integers = torch.empty(out, inputs, dtype=torch.int8)
+    scales = torch.empty(out, inputs // group)
+    for start in range(0, out, ROWS):
+        rows = slice(start, start + ROWS)
+        groups = weight[rows].float().unflatten(1, (-1, group))
+        scale = groups.abs().amax(dim=2).div_(half - 0.5).clamp_(min=torch.finfo(torch.float32).tiny)
+        rounded = groups.div(scale.unsqueeze(2)).round_().clamp_(-half, half - 1)
+        integers[rows], scales[rows] = rounded.flatten(1).to(torch.int8), scale
+    return QuantizedWeight(bits, integers, scales)
 
 
 def is_aligned(shape: Sequence[int]) -> bool:

@@ -18,6 +18,9 @@ from msgspec.structs import replace
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme, SchemeTensor
 
+INTEGER_BITS = {"int8": 8, "int4": 4}
+"""Values of `--quantization` that quantise to integers on a CPU, and their bits."""
+
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
 _MAX_PATTERNS = 256
@@ -212,7 +215,7 @@ def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> 
         ConfigError: they contradict each other.
     """
     method = None if found is None else found.method
-    if wanted in (None, method) or (wanted == "fp8" and method is None):
+    if wanted in (None, method) or (method is None and (wanted == "fp8" or wanted in INTEGER_BITS)):
         return
     is_or_not = "not quantised" if method is None else f"quantised by {method}"
     raise ConfigError(
@@ -238,18 +241,32 @@ def what_becomes(found: QuantizationConfig, dtype: str, refusal: str | None) -> 
 
 
 def check_online_quantization(
-    found: QuantizationConfig | None, wanted: str | None, refusal: str | None
+    found: QuantizationConfig | None, wanted: str | None, device: str, refusal: str | None
 ) -> None:
     """Check that the device can quantise an unquantised checkpoint, if `--quantization` asks for it.
 
     Args:
+        device: `cpu` or `cuda`.
         refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
 
     Raises:
         ConfigError: it cannot.
     """
-    if found is None and wanted is not None and refusal is not None:
+    if found is not None or wanted is None:
+        return
+    if wanted in INTEGER_BITS:
+        if device != "cpu":
+            raise ConfigError(
+                f"--quantization {wanted} of an unquantised model: on CPUs only; use fp8 on this device, or leave the "
+                "flag out"
+            )
+    elif refusal is not None:
         raise ConfigError(f"--quantization fp8 of an unquantised model: {refusal}; leave the flag out")
+
+
+def group_size(inputs: int) -> int | None:
+    """Return the number of inputs that share a scale if a layer is quantised to integers; None: it is not."""
+    return next((size for size in (128, 64, 32) if inputs % size == 0), None)
 
 
 def no_fp8_product(dtype: str, device: str, uses_triton: bool) -> str | None:

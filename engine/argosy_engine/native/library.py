@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,10 @@ class StepStruct(Structure):
 class LinearStruct(Structure):
     """`Linear` of linear.h."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("out", c_int32), ("units", c_int32))
+    _fields_ = (
+        *_fields(c_void_p, "packed bias scales offsets order"),
+        *_fields(c_int32, "out units bits group"),
+    )
 
 
 class DecoderLayerStruct(Structure):
@@ -120,6 +123,7 @@ MAX_DELTA_KEYS = 512
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (c_int,),
     "pack_linear": (c_void_p, c_void_p, c_int, c_int, c_int),
+    "pack_quantized": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
     "linear": (c_int, c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
     "gated_linear": (c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
     "squared_relu_linear": (c_int, POINTER(LinearStruct), c_void_p, c_void_p, c_int),
@@ -173,17 +177,52 @@ def check_tiles(found: int) -> None:
         log.info("AMX rounds otherwise on this CPU than in Intel's manual")
 
 
+class QuantizedWeight(NamedTuple):
+    """A weight [out, in] of small integers, each of which stands for scale * integer + offset."""
+
+    bits: int
+    """8, or 4: integers from -8 to 7."""
+    integers: torch.Tensor
+    """int8 [out, in]"""
+    scales: torch.Tensor
+    """float32 [out, groups], of equal numbers of adjacent inputs"""
+    offsets: torch.Tensor | None = None
+    """As scales; minus scale times zero point. None: there are no zero points."""
+    order: torch.Tensor | None = None
+    """int32 [in]: which input each column multiplies. None: its own."""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [out, in], of which column k multiplies input k."""
+        numbers = self.integers.unflatten(1, (-1, self.group)) * self.scales.unsqueeze(2)
+        if self.offsets is not None:
+            numbers += self.offsets.unsqueeze(2)
+        weight = numbers.flatten(1).to(dtype)
+        if self.order is None:
+            return weight
+        widened = torch.empty_like(weight)
+        widened[:, self.order.long()] = weight
+        return widened
+
+
+def can_pack(weight: QuantizedWeight) -> bool:
+    """Whether the kernels multiply by it: no unit or word is of two groups."""
+    return weight.group % 8 == 0
+
+
 class PackedLinear:
-    """A weight and an optional bias in the kernels' layout: int32 [panels, units, outputs per panel].
+    """A weight and an optional bias in the kernels' layout (linear.h, quantized_linear.h)."""
 
-    A unit is four bytes of one row: one float32 or two bfloat16 elements.
-    """
+    def __init__(self, struct: LinearStruct, *kept_alive: torch.Tensor | None) -> None:
+        self.struct, self._kept_alive = struct, kept_alive
 
-    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> None:
-        self._kept_alive = packed, bias
-        self.out_features = out_features
-        bias_at = None if bias is None else bias.data_ptr()
-        self.struct = LinearStruct(packed.data_ptr(), bias_at, out_features, packed.shape[1])
+    @property
+    def out_features(self) -> int:
+        return int(self.struct.out)
 
 
 class Kernels:
@@ -231,9 +270,54 @@ class Kernels:
         weight = weight.contiguous()
         packed = allocate((-(-out // panel), units, panel), torch.int32)
         self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), out, units, is_gated)
+        bias = self._laid_out(bias, is_gated=is_gated)
+        struct = LinearStruct(packed.data_ptr(), _address(bias), out=out, units=units)
+        return PackedLinear(struct, packed, bias)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> PackedLinear:
+        """Copy a quantised weight into the kernels' layout.
+
+        Args:
+            weight: `can_pack` holds of it.
+            dtype: of the activations and the bias.
+            is_gated: see `pack_linear`.
+        """
+        out, inputs = weight.integers.shape
+        panels = -(-out // (2 * self.lanes))
+        integers = weight.integers.contiguous()
+        packed = allocate((panels, inputs * 2 * self.lanes * weight.bits // 8), torch.uint8)
+        self._library.argosy_pack_quantized(
+            integers.data_ptr(), packed.data_ptr(), out, inputs, weight.bits, is_gated
+        )
+
+        def laid_out(numbers: torch.Tensor | None) -> torch.Tensor | None:
+            if numbers is None:
+                return None
+            numbers = numbers.contiguous()
+            arranged = allocate((panels, numbers.shape[1], 2 * self.lanes), torch.float32)
+            self._library.argosy_pack_linear(
+                numbers.data_ptr(), arranged.data_ptr(), *numbers.shape, is_gated
+            )
+            return arranged
+
+        scales, offsets = laid_out(weight.scales), laid_out(weight.offsets)
+        bias = self._laid_out(bias, is_gated=is_gated)
+        order = None if weight.order is None else weight.order.contiguous()
+        kept = packed, bias, scales, offsets, order
+        units = inputs * dtype.itemsize // 4
+        return PackedLinear(LinearStruct(*map(_address, kept), out, units, weight.bits, weight.group), *kept)
+
+    def _laid_out(self, bias: torch.Tensor | None, *, is_gated: bool) -> torch.Tensor | None:
         if is_gated and bias is not None:
             bias = bias.view(2, -1, self.lanes).transpose(0, 1).reshape(-1)
-        return PackedLinear(packed, None if bias is None else bias.contiguous(), out)
+        return None if bias is None else bias.contiguous()
 
     def linear(self, x: torch.Tensor, packed: PackedLinear, out_dtype: torch.dtype) -> torch.Tensor:
         """Compute x W^T + b, [T, out], for x [T, in]. `out_dtype` is x's dtype or float32."""
@@ -439,6 +523,10 @@ class Kernels:
         self._library.argosy_decoder(
             DTYPES[x.dtype], layers, len(layers), steps, x.data_ptr(), scratch.data_ptr(), x.shape[1], eps
         )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -33,7 +33,7 @@ from argosy_engine.model_configs.model_config import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
-from argosy_engine.model_configs.quantization_config import check_quantization
+from argosy_engine.model_configs.quantization_config import INTEGER_BITS, check_quantization, group_size
 from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
@@ -136,6 +136,7 @@ def estimate_weights(
     device: str,
     tensor_parallel_size: int = 1,
     stage: Stage = WHOLE_MODEL,
+    quantization: str | None = None,
 ) -> int:
     """Estimate the bytes of a worker's loaded weights. FP8 stays so on a GPU that multiplies it in bfloat16.
 
@@ -144,21 +145,34 @@ def estimate_weights(
             for an engine those of the tensors that it has loaded.
         itemsize: bytes per element.
         stage: the worker's.
+        quantization: `--quantization`.
     """
     stored = config.quantization
     is_headless = config.pooling is not None
     if config.tie_word_embeddings or is_headless:
         elements = {name: count for name, count in elements.items() if name != HEAD}
-    num_fp8 = 0
+    num_fp8 = num_integers = 0
+    bits = INTEGER_BITS.get(quantization or "") if stored is None else None
+    if bits is not None:
+        num_integers = sum(
+            count for name, count in elements.items() if _is_quantised_online(config, name, count)
+        )
     if stored is not None:
         elements, num_fp8 = stored.widened_elements(elements)
     if device != "cuda" or itemsize != 2 or config.widens_fp8:
         num_fp8 = 0
-    total = sum(elements.values()) - num_fp8
+    total = sum(elements.values()) - num_fp8 - num_integers
     if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
-    return total * itemsize + num_fp8
+    scales = num_integers * 4 // (group_size(config.hidden_size) or 32)
+    return total * itemsize + num_fp8 + num_integers * (bits or 0) // 8 + scales
+
+
+def _is_quantised_online(config: ModelConfig, name: str, count: int) -> bool:
+    """Whether `--quantization int8` quantises a tensor of a checkpoint, as far as its name and size tell."""
+    is_kept = name == HEAD or re.search(r"embed|\bwte\b|\bwpe\b|\.(gate|router)\.weight$", name) is not None
+    return not is_kept and count >= 32 * config.hidden_size and group_size(config.hidden_size) is not None
 
 
 def used_elements(config: ModelConfig, elements: Mapping[str, int]) -> dict[str, int]:

@@ -224,6 +224,7 @@ class Worker:
                     device.type,
                     args.tensor_parallel_size,
                     self._stage,
+                    args.quantization,
                 )
         if self._compilation is not None:
             with self._phase("compile"):

@@ -189,10 +189,10 @@ ARGOSY_INLINE void add_block(const Unit* a, int stride, const Unit* b, int steps
   }
 }
 
-// Multiplies up to kBlockRows rows of `units` (a multiple of kUnits) by a panel; sums: [rows][kPanelUnits]. The thread's
+// Multiplies up to kBlockRows rows of `units` (a multiple of kUnits), a_stride units apart, by a panel; sums: [rows][kPanelUnits]. The thread's
 // tiles are configured afterwards; `release` ends that, because other code of the thread may not expect it.
 template <class Tiles>
-inline void product(const Unit* a, int units, const Unit* panel, int rows, float* sums) {
+inline void product(const Unit* a, int a_stride, int units, const Unit* panel, int rows, float* sums) {
   // Few rows are multiplied in one go. With more, a part of the panel is kept in the cache while all rows pass.
   const int block = rows <= 2 * kRows ? units : kBlockUnits;
   const int whole = rows / (2 * kRows) * (2 * kRows), rest = rows - whole;
@@ -202,14 +202,14 @@ inline void product(const Unit* a, int units, const Unit* panel, int rows, float
     const Unit* b = panel + int64_t(k) * kPanelUnits;
     if (whole && (k == 0 || rest)) Tiles::configure(pairs);
     for (int row = 0; row < whole; row += 2 * kRows)
-      add_block<Tiles, 2>(a + int64_t(row) * units + k, units, b, steps, row == 0, k == 0, sums + row * kPanelUnits);
+      add_block<Tiles, 2>(a + int64_t(row) * a_stride + k, a_stride, b, steps, row == 0, k == 0, sums + row * kPanelUnits);
     if (!rest) continue;
     if (k == 0 || whole) Tiles::configure(last);
-    const Unit* rows_left = a + int64_t(whole) * units + k;
+    const Unit* rows_left = a + int64_t(whole) * a_stride + k;
     if (rest > kRows) {
-      add_block<Tiles, 2>(rows_left, units, b, steps, whole == 0, k == 0, sums + whole * kPanelUnits);
+      add_block<Tiles, 2>(rows_left, a_stride, b, steps, whole == 0, k == 0, sums + whole * kPanelUnits);
     } else {
-      add_block<Tiles, 1>(rows_left, units, b, steps, whole == 0, k == 0, sums + whole * kPanelUnits);
+      add_block<Tiles, 1>(rows_left, a_stride, b, steps, whole == 0, k == 0, sums + whole * kPanelUnits);
     }
   }
 }
@@ -274,7 +274,7 @@ inline int test() {
   fill(&a[0][0], sizeof a / sizeof(bf16));
   fill(&panel[0][0][0], sizeof panel / sizeof(bf16));
   const auto multiply = [](auto tiles, int rows, float* to) {
-    product<decltype(tiles)>(reinterpret_cast<const Unit*>(a), kTestUnits, reinterpret_cast<const Unit*>(panel), rows, to);
+    product<decltype(tiles)>(reinterpret_cast<const Unit*>(a), kTestUnits, kTestUnits, reinterpret_cast<const Unit*>(panel), rows, to);
     tiles.release();
   };
   multiply(Tiles{}, kTestRows, sums);

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attention.h"
-#include "linear.h"
+#include "quantized_linear.h"
 #include "rotary.h"
 #include "rows.h"
 
@@ -78,15 +78,15 @@ class DecoderJob {
 
   // Computes these rows of qkv_ from normed_.
   void project(const DecoderLayer& layer, int first, int rows) const {
-    LinearJob<T, T>(layer.qkv, normed_, qkv_ + int64_t(first) * layer.qkv.out, rows).run();
+    multiply(layer.qkv, normed_, qkv_ + int64_t(first) * layer.qkv.out, rows);
   }
 
   // Computes the MLP's output in branch_ from these rows of attended_, and adds the attention's output to the residual.
   void finish(const DecoderLayer& layer, int first, int rows) const {
-    LinearJob<T, T>(layer.output, attended_ + int64_t(first) * q_width(layer), branch_, rows).run();
+    multiply(layer.output, attended_ + int64_t(first) * q_width(layer), branch_, rows);
     rms_norm<T>(branch_, x_ + offset(first), norm(layer.post_norm), normed_, rows, hidden_, eps_);
-    LinearJob<T, T, Result::kGated>(layer.gate_up, normed_, activated_, rows).run();
-    LinearJob<T, T>(layer.down, activated_, branch_, rows).run();
+    multiply<T, T, Result::kGated>(layer.gate_up, normed_, activated_, rows);
+    multiply(layer.down, activated_, branch_, rows);
   }
 
   const DecoderLayer* layers_;

@@ -1,5 +1,5 @@
-// C interface of linear.h. Mirrored in library.py.
-#include "linear.h"
+// C interface of linear.h and quantized_linear.h. Mirrored in library.py.
+#include "quantized_linear.h"
 
 using namespace argosy;
 
@@ -10,14 +10,18 @@ void argosy_pack_linear(const Unit* weight, Unit* packed, int out, int units, in
   pack_linear(weight, packed, out, units, is_gated);
 }
 
+void argosy_pack_quantized(const int8_t* integers, void* packed, int out, int inputs, int bits, int is_gated) {
+  pack_quantized(integers, packed, out, inputs, bits, is_gated);
+}
+
 void argosy_linear(int dtype, int out_dtype, const Linear* linear, const void* x, void* y, int rows) {
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
     const T* in = static_cast<const T*>(x);
     if (out_dtype == 0) {
-      LinearJob<T, float>(*linear, in, static_cast<float*>(y), rows).run();
+      multiply(*linear, in, static_cast<float*>(y), rows);
     } else if constexpr (sizeof(T) == 2) {
-      LinearJob<T, bf16>(*linear, in, static_cast<bf16*>(y), rows).run();
+      multiply(*linear, in, static_cast<bf16*>(y), rows);
     }
   });
 }
@@ -25,14 +29,14 @@ void argosy_linear(int dtype, int out_dtype, const Linear* linear, const void* x
 void argosy_gated_linear(int dtype, const Linear* linear, const void* x, void* y, int rows) {
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
-    LinearJob<T, T, Result::kGated>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows).run();
+    multiply<T, T, Result::kGated>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows);
   });
 }
 
 void argosy_squared_relu_linear(int dtype, const Linear* linear, const void* x, void* y, int rows) {
   with_type(dtype, [&](auto element) {
     using T = decltype(element);
-    LinearJob<T, T, Result::kSquaredRelu>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows).run();
+    multiply<T, T, Result::kSquaredRelu>(*linear, static_cast<const T*>(x), static_cast<T*>(y), rows);
   });
 }
 

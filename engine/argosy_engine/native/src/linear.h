@@ -23,49 +23,96 @@ ARGOSY_INLINE void with_rows(int rows, F&& f) {
   f(std::integral_constant<int, Rows>{});
 }
 
-// Packs a weight, row-major [out, units], into ceil(out / kPanel) panels, the last of them padded with zeros. If gated,
-// the first half of the outputs are gates and the second half ups, and a panel is a vector of gates and the vector of
-// their ups.
+// Returns the output of a panel's lane; there is none from `out` on. If gated, the first half of the outputs are gates
+// and the second half ups, and a panel is a vector of gates and the vector of their ups.
+inline int64_t row_of(int panel, int lane, int out, bool is_gated) {
+  if (!is_gated) return int64_t(panel) * kPanel + lane;
+  return int64_t(panel) * kLanes + lane % kLanes + lane / kLanes * (out / 2);
+}
+
+// Packs a weight, row-major [out, units], into ceil(out / kPanel) panels, the last of them padded with zeros.
 inline void pack_linear(const Unit* weight, Unit* packed, int out, int units, bool is_gated) {
   Pool::instance().run(int(ceil_div(out, kPanel)), [&](int panel) {
     Unit* to = packed + int64_t(panel) * units * kPanel;
-    const auto row_of = [&](int lane) -> int64_t {
-      if (!is_gated) return int64_t(panel) * kPanel + lane;
-      return int64_t(panel) * kLanes + lane % kLanes + lane / kLanes * (out / 2);
-    };
     for (int k0 = 0; k0 < units; k0 += 16) {
       const int k1 = std::min(k0 + 16, units);
       for (int lane = 0; lane < kPanel; ++lane) {
-        const int64_t row = row_of(lane);
+        const int64_t row = row_of(panel, lane, out, is_gated);
         for (int k = k0; k < k1; ++k) to[int64_t(k) * kPanel + lane] = row < out ? weight[row * units + k] : 0;
       }
     }
   });
 }
 
-// A packed weight that Python passes in. Mirrored in library.py.
+// A packed weight that Python passes in. Mirrored in library.py. Only a quantised one, of quantized_linear.h, has bits.
 struct Linear {
-  const Unit* packed;
-  const void* bias;  // [out], may be null
-  int32_t out, units;
+  const void* packed;    // Unit [panels][units][kPanel]
+  const void* bias;      // [out], may be null
+  const float* scales;   // of a quantised weight
+  const float* offsets;  // of a quantised weight, may be null
+  const int32_t* order;  // of a quantised weight, [inputs]: which input of x is its k-th one; null: the same
+  int32_t out, units;    // units of a row of x
+  int32_t bits, group;   // 0, 8 or 4; inputs that share a scale
 };
 
 // How a panel's sums are written: as they are, as silu(gate) * up, or as relu(sum)^2.
 enum class Result { kPlain, kGated, kSquaredRelu };
 
-template <class T, class Out, Result kResult = Result::kPlain>
+template <class T, class Out, Result kResult>
+struct LinearResult {
+  const T* bias;  // may be null
+  Out* y;         // [rows][out], gated: [rows][out / 2]
+  int out;
+
+  LinearResult(const Linear& linear, Out* y) : bias(static_cast<const T*>(linear.bias)), y(y), out(linear.out) {}
+
+  // Writes the sums of the two vectors of a panel.
+  ARGOSY_INLINE void write(int row, int panel, vfloat first, vfloat second) const {
+    if constexpr (kResult == Result::kGated) {
+      write_gated(row, panel, first, second);
+    } else {
+      write_vector(row, panel * kPanel, first);
+      write_vector(row, panel * kPanel + kLanes, second);
+    }
+  }
+
+ private:
+  ARGOSY_INLINE void write_vector(int row, int column, vfloat sum) const {
+    const int lanes = out - column;
+    Out* to = y + int64_t(row) * out + column;
+    if (lanes >= kLanes) {
+      store(to, result(bias ? sum + load(bias + column) : sum));
+    } else if (lanes > 0) {
+      store_first(to, result(bias ? sum + load_first(bias + column, lanes) : sum), lanes);
+    }
+  }
+
+  static ARGOSY_INLINE vfloat result(vfloat sum) {
+    if constexpr (kResult != Result::kSquaredRelu) return sum;
+    const vfloat kept = sum < vfloat{} ? vfloat{} : sum;  // NaN is kept
+    return kept * kept;
+  }
+
+  ARGOSY_INLINE void write_gated(int row, int panel, vfloat gate, vfloat up) const {
+    if (bias) {
+      gate += load(bias + panel * kPanel);
+      up += load(bias + panel * kPanel + kLanes);
+    }
+    store(y + int64_t(row) * (out / 2) + panel * kLanes, silu(gate) * up);
+  }
+};
+
+template <class T, class Out, Result kResult>
 struct LinearJob {
   const Unit* x;
   const Unit* packed;
-  const T* bias;  // may be null
-  Out* y;         // [rows][out], gated: [rows][out / 2]
+  LinearResult<T, Out, kResult> result;
   int rows, out, units;
 
   LinearJob(const Linear& linear, const T* x, Out* y, int rows)
       : x(reinterpret_cast<const Unit*>(x)),
-        packed(linear.packed),
-        bias(static_cast<const T*>(linear.bias)),
-        y(y),
+        packed(static_cast<const Unit*>(linear.packed)),
+        result(linear, y),
         rows(rows),
         out(linear.out),
         units(linear.units) {}
@@ -117,16 +164,11 @@ struct LinearJob {
   __attribute__((noinline)) void multiply_tiles(int first_row, int block, int panel) const {
     static_assert(kPanel == amx::kPanelUnits);
     alignas(64) float sums[amx::kBlockRows * kPanel];
-    amx::product<amx::ARGOSY_TILES>(x + int64_t(first_row) * units, units, packed + int64_t(panel) * units * kPanel, block,
-                                    sums);
+    amx::product<amx::ARGOSY_TILES>(x + int64_t(first_row) * units, units, units,
+                                    packed + int64_t(panel) * units * kPanel, block, sums);
     for (int r = 0; r < block; ++r) {
       const vfloat low = load(sums + r * kPanel), high = load(sums + r * kPanel + kLanes);
-      if constexpr (kResult == Result::kGated) {
-        write_gated(first_row + r, panel, low, high);
-      } else {
-        write(first_row + r, panel * kPanel, low);
-        write(first_row + r, panel * kPanel + kLanes, high);
-      }
+      result.write(first_row + r, panel, low, high);
     }
   }
 #endif
@@ -147,39 +189,9 @@ struct LinearJob {
         constexpr int Rows = decltype(row_count)::value;
         Tile<T, Rows, 2> tile;
         tile.accumulate(x + int64_t(begin) * units, units, columns, kPanel, units, ahead, ahead_step);
-        for (int r = 0; r < Rows; ++r) {
-          if constexpr (kResult == Result::kGated) {
-            write_gated(begin + r, panel, tile.sum[r][0], tile.sum[r][1]);
-          } else {
-            for (int v = 0; v < 2; ++v) write(begin + r, panel * kPanel + v * kLanes, tile.sum[r][v]);
-          }
-        }
+        for (int r = 0; r < Rows; ++r) result.write(begin + r, panel, tile.sum[r][0], tile.sum[r][1]);
       });
     }
-  }
-
-  ARGOSY_INLINE void write(int row, int column, vfloat sum) const {
-    const int lanes = out - column;
-    Out* to = y + int64_t(row) * out + column;
-    if (lanes >= kLanes) {
-      store(to, result(bias ? sum + load(bias + column) : sum));
-    } else if (lanes > 0) {
-      store_first(to, result(bias ? sum + load_first(bias + column, lanes) : sum), lanes);
-    }
-  }
-
-  static ARGOSY_INLINE vfloat result(vfloat sum) {
-    if constexpr (kResult != Result::kSquaredRelu) return sum;
-    const vfloat kept = sum < vfloat{} ? vfloat{} : sum;  // NaN is kept
-    return kept * kept;
-  }
-
-  ARGOSY_INLINE void write_gated(int row, int panel, vfloat gate, vfloat up) const {
-    if (bias) {
-      gate += load(bias + panel * kPanel);
-      up += load(bias + panel * kPanel + kLanes);
-    }
-    store(y + int64_t(row) * (out / 2) + panel * kLanes, silu(gate) * up);
   }
 };
 
