@@ -140,20 +140,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the SDKs that tests have imported connect within 60 s instead of 5; the object is all clients' default. Their
     import would take 2 s here, where the process that only gives out tests to others waits for it as well.
 
-    Keep the garbage collector from what all tests have imported: a million objects, 0.2 s each time.
+    Keep the garbage collector from what all tests have imported: a million objects, 0.2 s each time. It rested until
+    now.
     """
     for name in ("anthropic", "openai"):
         if name in sys.modules:
             sys.modules[name].DEFAULT_TIMEOUT.connect = 60.0
+    gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.enable()  # if none was collected
     gc.unfreeze()  # libraries warn of what is not collected in the end
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is imported stays
     config.pluginmanager.register(StartedProcesses(), "started-processes")
     if (words := config.getoption("--lanes")) is None:
         return

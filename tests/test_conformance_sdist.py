@@ -43,7 +43,7 @@ def index(tmp_path: Path) -> Iterator[str]:
         json.dumps({"files": [{"url": "../archive.tar.gz", "hashes": {"sha256": digest(root)}}]})
     )
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.002,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -202,7 +202,7 @@ class BatchProgram:
                 self.pace.close()
                 await self.runner.close()
                 await self.files.close()
-                self.server.should_exit = True
+                self.server.end()
                 for task in self._tasks[1:]:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -113,12 +113,41 @@ class TlsAcceptor:
             logger.error("a handshake failed with %s", type(error).__qualname__)
 
 
+_DATE_INTERVAL_S = 1.0
+_CLOSING_S = 0.005
+"""How long the end of idle connections takes."""
+
+
 class EmbeddedServer(uvicorn.Server):
     """uvicorn in a program's own event loop; it leaves the signals to the program."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def end(self) -> None:
+        """Let `serve` end, at once if nothing is connected. uvicorn would look for its end every tenth of a second."""
+        self._stopped.set()
+
+    async def main_loop(self) -> None:
+        while not self._stopped.is_set():
+            await self.on_tick(0)  # the date in the headers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), _DATE_INTERVAL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(_CLOSING_S if self.server_state.connections else 0)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+        else:
+            for listening in sockets or ():
+                listening.close()
+            await asyncio.gather(*(server.wait_closed() for server in self.servers))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

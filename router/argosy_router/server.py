@@ -481,7 +481,7 @@ class Router:
         if self._batch_client is not None:
             await self._batch_client.close()
         if self.admin is not None:
-            self.admin.should_exit = True
+            self.admin.end()
         for task in self._tasks:
             if task.get_name() != "admin":
                 task.cancel()

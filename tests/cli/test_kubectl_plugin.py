@@ -197,7 +197,7 @@ def cluster_with_router(port: int, key: bytes) -> dict[str, Any]:
 
 def test_route_asks_a_router_through_a_port_forward(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), AdminPort) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.002,), daemon=True).start()
         answers(cluster_with_router(server.server_port, FLEET_KEY))
         words = ["route", "--router-namespace", "llm", "--", "--recent", "7", "-o", "json"]
         code = kubectl_main(words)

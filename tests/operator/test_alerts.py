@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -369,9 +371,10 @@ async def test_a_canary_that_goes_on_has_its_own_reason() -> None:
         assert found == ["CanaryHeld"]
 
 
+@functools.cache
 def rules() -> dict[str, dict[str, dict[str, str]]]:
     """The rules by name of their alert."""
-    groups = [group for name in RULES for group in yaml.safe_load((FILES / name).read_text())["groups"]]
+    groups: Any = all_rules()["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 
@@ -384,9 +387,42 @@ def promtool() -> str:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_rule_fires_or_not(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+Asked = dict[str, tuple[Mapping[str, str], dict[str, object] | None]]
+"""By name series, and an expression with what it should be, if any."""
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What promtool finds wrong of each case, and of all rules on its series.
+
+    Each case has its own rule evaluated every minute. All rules together, which takes 20 times as long, are every half
+    an hour: none may fail on any series.
+    """
+    groups: dict[str, Asked] = defaultdict(dict)
+    for name, case in CASES.items():
+        groups[case.alert][name] = case.series, asked_of(case)
+    alone = {
+        alert: ({"groups": [{"name": alert, "rules": [rules()[alert]]}]}, asked)
+        for alert, asked in groups.items()
+    }
+    found = evaluated(alone, tmp_path_factory.mktemp("alone"))
+    every: Asked = {every_rule_on(name): (case.series, None) for name, case in CASES.items()}
+    found |= evaluated({"all": (all_rules(), every)}, tmp_path_factory.mktemp("all"), interval="30m")
+    return found
+
+
+def every_rule_on(name: str) -> str:
+    return f"every rule on: {name}"
+
+
+def all_rules() -> dict[str, object]:
+    return {
+        "groups": [group for name in RULES for group in yaml.safe_load((FILES / name).read_text())["groups"]]
+    }
+
+
+def asked_of(case: Case) -> dict[str, object]:
+    """Whether the alert of a case fires, and with which labels."""
     labels = {
         "alertname": case.alert,
         "alertstate": "firing",
@@ -394,12 +430,56 @@ def test_the_rule_fires_or_not(name: str, tmp_path: Path) -> None:
     }
     shown = ", ".join(f'{key}="{value}"' for key, value in {**labels, **(case.labels or {})}.items())
     expected = [] if case.labels is None else [{"labels": f"ALERTS{{{shown}}}", "value": 1}]
-    asked = {
+    return {
         "expr": f'ALERTS{{alertname="{case.alert}", alertstate="firing"}}',
         "eval_time": "60m",
         "exp_samples": expected,
     }
-    evaluate(case.series, asked, tmp_path)
+
+
+def evaluated(
+    groups: Mapping[str, tuple[dict[str, object], Asked]], folder: Path, interval: str = "1m"
+) -> dict[str, str]:
+    """Run promtool once for files of rules, each with its tests; return what fails, by the test's name."""
+    files = []
+    for group, (given, asked) in groups.items():
+        file = folder / f"{group}-rules.yaml"
+        file.write_text(yaml.safe_dump(given))
+        tests = [
+            {
+                "name": name,
+                "interval": "1m",
+                "input_series": [{"series": each, "values": values} for each, values in series.items()],
+                "promql_expr_test": [question] if question else [],
+            }
+            for name, (series, question) in asked.items()
+        ]
+        files.append(folder / f"{group}.yaml")
+        files[-1].write_text(
+            yaml.safe_dump({"rule_files": [str(file)], "evaluation_interval": interval, "tests": tests})
+        )
+    report = folder / "report.xml"
+    command = [promtool(), "test", "rules", f"--junit={report}", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert report.exists(), done.stdout + done.stderr
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    assert sorted(str(each.get("name")) for each in cases) == sorted(
+        name for _, asked in groups.values() for name in asked
+    ), done.stdout + done.stderr
+    found = {
+        str(each.get("name")): told.text or done.stdout
+        for each in cases
+        for told in (each.find("failure"), each.find("error"))
+        if told is not None
+    }
+    assert bool(found) == (done.returncode != 0), done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rule_fires_or_not(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+    assert every_rule_on(name) not in failures, failures[every_rule_on(name)]
 
 
 def test_two_services_with_one_model_do_not_fail_a_rule(tmp_path: Path) -> None:
@@ -407,23 +487,18 @@ def test_two_services_with_one_model_do_not_fail_a_rule(tmp_path: Path) -> None:
     series = {INFO: "1x60", INFO.replace('"team"', '"another"'): "1x60", ROUTABLE: "0x60"}
     alert = 'ALERTS{alertname="ArgosyNoRoutableReplica", alertstate="firing"}'
     asked = {"expr": f"count({alert})", "eval_time": "60m", "exp_samples": [{"labels": "{}", "value": 1}]}
-    evaluate(series, asked, tmp_path)
+    assert not evaluated({"all": (all_rules(), {"two": (series, asked)})}, tmp_path)
 
 
-def evaluate(series: Mapping[str, str], asked: Mapping[str, object], folder: Path) -> None:
-    """Run promtool's test of one expression over the series."""
-    given = [{"series": each, "values": values} for each, values in series.items()]
-    tests = {
-        "rule_files": [str(FILES / each) for each in RULES],
-        "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": given, "promql_expr_test": [dict(asked)]}],
-    }
-    path = folder / "tests.yaml"
-    path.write_text(yaml.safe_dump(tests))
-    done = subprocess.run(
-        [promtool(), "test", "rules", str(path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_what_promtool_finds_wrong_is_seen(tmp_path: Path) -> None:
+    asked = {"expr": "up", "eval_time": "60m", "exp_samples": [{"labels": "up", "value": 2}]}
+    tests: Asked = {"wrong": ({"up": "1x60"}, asked), "right": ({"up": "2x60"}, asked)}
+    found = evaluated({"all": (all_rules(), tests)}, tmp_path)
+    assert list(found) == ["wrong"]
+    ambiguous = {"alert": "Ambiguous", "expr": "up * on (job) other"}
+    series = {f'{name}{{job="a", pod="{pod}"}}': "1x60" for name in ("up", "other") for pod in "01"}
+    failing: dict[str, object] = {"groups": [{"name": "failing", "rules": [ambiguous]}]}
+    assert list(evaluated({"failing": (failing, {"two": (series, None)})}, tmp_path, "30m")) == ["two"]
 
 
 def test_promtool_accepts_the_rules() -> None:

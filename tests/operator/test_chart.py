@@ -436,7 +436,7 @@ def run_helm_test(
     chats: list[str] = []
     served = type("Router", (Router,), {**router, "chats": chats})
     with RouterServer(("127.0.0.1", 0), served) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving = threading.Thread(target=server.serve_forever, args=(0.002,))
         serving.start()
         url = f"http://127.0.0.1:{server.server_port}"
         # Where no answer comes a short time is enough; else the deadline of slow machines.

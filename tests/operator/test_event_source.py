@@ -168,7 +168,7 @@ async def test_a_busy_api_server_has_no_watch_wait_for_as_long_as_it_likes(
 ) -> None:
     cluster = FakeKubernetes()
     monkeypatch.setattr(main, "http_fetch", http_fetch_of(FakeRouter(cluster)))
-    monkeypatch.setattr(event_source, "RETRY_AFTER_MAX", 1)
+    monkeypatch.setattr(event_source, "RETRY_AFTER_MAX", 0)
     server = FakeApiServer(cluster)
     refused: set[str] = set()
     restarted: list[str] = []

@@ -22,6 +22,8 @@ class FakeApiServer:
 
     port: int = 0
     status: int = 200
+    second_s: float = 1.0
+    """How long a second of a watch takes."""
     drops_events: bool = False
     """Watches stay silent: a change is seen only by the next list."""
     watch_answer: bytes = b""
@@ -160,7 +162,7 @@ class FakeApiServer:
             watch = (collection, namespace, query, writer)
             self._watches.append(watch)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(float(query["timeoutSeconds"])):
+                async with asyncio.timeout(float(query["timeoutSeconds"]) * self.second_s):
                     await reader.read(1)
                 raise ConnectionResetError
             self._watches.remove(watch)

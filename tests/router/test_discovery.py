@@ -432,8 +432,12 @@ SERVICE = FleetService(namespace="default", name="svc", uid="u", model="tiny", s
 
 
 @contextlib.asynccontextmanager
-async def cluster(relist_s: float = 30.0) -> AsyncIterator[tuple[FakeApiServer, Published]]:
+async def cluster(
+    relist_s: float = 30.0, second_s: float = 1.0
+) -> AsyncIterator[tuple[FakeApiServer, Published]]:
+    """`second_s` is how long a second of a watch takes."""
     async with FakeApiServer() as api:
+        api.second_s = second_s
         publish_document(api, SERVICE)
         configuration = kubernetes_client.Configuration()
         configuration.host = api.url
@@ -652,7 +656,7 @@ async def test_pods_that_cannot_be_listed_in_one_namespace_keep_no_other_from_be
     monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.05, raising=False)
     caplog.set_level(logging.INFO)
     other = msgspec.structs.replace(SERVICE, namespace="other", uid="v", model="m")
-    async with cluster() as (api, published):
+    async with cluster(second_s=0.2) as (api, published):
         api.forbidden, api.forbidden_status = {("pods", "other")}, status
         api.put("pods", "default", "a", **pod_fields())
         publish_document(api, SERVICE, other)
@@ -676,7 +680,7 @@ async def test_replicas_stay_while_their_namespace_cannot_be_listed_for_one_serv
     monkeypatch.setattr(reflector, "WATCH_S", 1.0)
     monkeypatch.setattr(kubernetes, "SETTLE_AFTER_S", 0.01)
     more = msgspec.structs.replace(SERVICE, name="more", uid="v", model="m", selector={"app": "more"})
-    async with cluster() as (api, published):
+    async with cluster(second_s=0.2) as (api, published):
         api.put("pods", "default", "a", **pod_fields())
         publish_document(api, SERVICE)
         await until(lambda: published.members == {"default/svc": ["a"]})
@@ -759,7 +763,7 @@ async def test_nothing_is_listed_again_while_watches_can_go_on(monkeypatch: pyte
     """Bookmarks tell how far a watch has come that has nothing to tell."""
     monkeypatch.setattr(reflector, "WATCH_S", 1.0)
     monkeypatch.setattr(reflector, "BACKOFF_BASE_S", 0.005)
-    async with cluster() as (api, published):
+    async with cluster(second_s=0.2) as (api, published):
         lists = len(api.lists)
         for number in range(3):
             api.put("pods", "default", "a", **pod_fields(f"10.0.0.{number}"))

@@ -116,7 +116,7 @@ class ContainerRegistry:
 
     @contextmanager
     def running(self) -> Iterator[ContainerRegistry]:
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.002,))
         thread.start()
         try:
             yield self

@@ -116,7 +116,7 @@ class _Front(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.proxy = proxy
         self.upstream = upstream
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.002,), daemon=True)
         self.thread.start()
 
 

@@ -422,9 +422,7 @@ class _Origin:
             context.load_cert_chain(*tls)
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
             self._scheme = "https"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.002,), daemon=True)
         self._thread.start()
 
     @property

@@ -113,13 +113,14 @@ def mistral(file: Path) -> dict[str, Any]:
 def sentencepiece(file: Path) -> dict[str, Any]:
     """Convert a SentencePiece model by transformers, as its tokenizer class and config ask."""
     from sentencepiece import SentencePieceProcessor
-    from transformers import AutoTokenizer
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     try:
         processor = SentencePieceProcessor(model_file=str(file))
     except Exception as error:
         raise Refused(f"it is no SentencePiece model ({error})") from None
+    from transformers import AutoTokenizer  # which takes longer than to refuse what is none
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
     _check_no_code(file.parent)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, mistral_format=False, **options)
@@ -144,7 +145,6 @@ def tiktoken(file: Path) -> dict[str, Any]:
     """Convert ranks of tiktoken by transformers, with the pattern and special tokens of the tokenizer class."""
     from tiktoken import Encoding
     from tiktoken.load import load_tiktoken_bpe
-    from transformers.convert_slow_tokenizer import TikTokenConverter
 
     config = _tokenizer_config(file.parent)
     name = str(config.get("tokenizer_class"))
@@ -167,6 +167,8 @@ def tiktoken(file: Path) -> dict[str, Any]:
     special = {
         id_: str(named[id_]["content"]) if id_ in named else f"<|reserved_token_{id_}|>" for id_ in ids
     }
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
     converted = TikTokenConverter(str(file), pattern, extra_special_tokens=list(special.values())).converted()
     encoding = Encoding("converted", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     if told := _difference(converted, encoding.encode, "tiktoken"):
@@ -227,4 +229,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # transformers would import it, which takes two seconds, and no tokenizer needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ is computed whole in one step, and nothing is kept of it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -184,6 +185,14 @@ def _within(layer: AttentionParams, positions: int) -> AttentionParams:
     return layer
 
 
+@functools.cache
+def _installed_version() -> str:
+    """Return the version of transformers; read once, because an engine's start asks several times, 3 ms each."""
+    from importlib.metadata import version
+
+    return version("transformers")
+
+
 def _transformers_version() -> str:
     """
     Raises:
@@ -191,9 +200,7 @@ def _transformers_version() -> str:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"this model needs transformers' modelling code, which is not installed; {INSTALL}")
-    from importlib.metadata import version
-
-    found = version("transformers")
+    found = _installed_version()
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
         raise ConfigError(

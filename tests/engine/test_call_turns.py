@@ -1,4 +1,4 @@
-"""The call queue: calls of many sequences yield running slots to other calls."""
+"""Turns of calls: one of many sequences yields running slots to other calls (`core.waiting_queue`)."""
 
 from __future__ import annotations
 
