@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from gguf import GGMLQuantizationType as Type
 
+import gguf_files
 from argosy_engine.checkpoint import gguf_folder as conversion
 from argosy_engine.checkpoint.gguf_folder import gguf_folder
 from argosy_engine.config import EngineArgs
@@ -162,3 +164,129 @@ def test_damaged_files_are_refused(tmp_path: Path, own_cache: Path) -> None:
     with pytest.raises(ConfigError, match="not finite"):
         gguf_folder(file, "float32", has_tokenizer=False)
     assert not [each for each in own_cache.iterdir() if each.is_dir()]
+
+
+def _sentencepiece(writer: Any) -> None:
+    words = ["\u2581", "H", "i", "Hi", "\u2581Hi", "\n", "<|user|>", "<|end|>", "<end_of_turn>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokens += [f"zq{index}" for index in range(1018 - len(tokens))]
+    kinds = [
+        2 if i == 0 else 3 if i < 3 or t in words[6:] else 6 if i < 259 else 1 for i, t in enumerate(tokens)
+    ]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "wanted"),
+    [
+        ("llama", {}, ["<s>", "<|user|>", "\u2581Hi"]),
+        ("llama", {"tokenizer.ggml.add_space_prefix": False}, ["<s>", "<|user|>", "Hi"]),
+    ],
+)
+def test_spaces_begin_texts_as_the_file_says(
+    kind: str, changes: dict[str, Any], wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "add_tokenizer", _sentencepiece)
+    make_gguf(
+        tmp_path / "model.gguf", kind, Type.Q8_0, changes={"tokenizer.ggml.add_bos_token": True, **changes}
+    )
+    ours = tokenizers.Tokenizer.from_file(
+        str(gguf_folder(tmp_path / "model.gguf", "float32") / "tokenizer.json")
+    )
+    assert ours.encode("<|user|>Hi").tokens == wanted
+
+
+def test_phi_3_drops_spaces_after_control_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_files, "add_tokenizer", _sentencepiece)
+    make_gguf(tmp_path / "model.gguf", "phi3", Type.Q8_0, changes={"tokenizer.ggml.add_bos_token": True})
+    ours = tokenizers.Tokenizer.from_file(
+        str(gguf_folder(tmp_path / "model.gguf", "float32") / "tokenizer.json")
+    )
+    assert ours.encode("<|user|>\nHi<|end|>\n").ids == [1, 265, 263, 266]
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_ends_of_turns_end_though_no_key_names_them(
+    has_tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "add_tokenizer", _sentencepiece)
+    make_gguf(tmp_path / "model.gguf", "gemma3", Type.Q8_0, changes={"tokenizer.ggml.add_bos_token": True})
+    folder = gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=has_tokenizer)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 266, 267]
+
+
+def test_control_tokens_of_any_characters_keep_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(writer: Any) -> None:
+        tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+        by_id = {i: t for t, i in tokenizer["model"]["vocab"].items()} | {
+            e["id"]: e["content"] for e in tokenizer["added_tokens"]
+        }
+        tokens = [by_id[i] for i in range(len(by_id))]
+        tokens[1], tokens[1018] = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("deepseek-r1-qwen")
+        writer.add_token_list(tokens)
+        writer.add_token_types(
+            [4 if i == 1018 else 3 if i < 3 or i > 1018 else 1 for i in range(len(tokens))]
+        )
+        writer.add_token_merges([" ".join(m) for m in tokenizer["model"]["merges"]])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    monkeypatch.setattr(gguf_files, "add_tokenizer", add)
+    make_gguf(tmp_path / "model.gguf", "qwen2", Type.Q8_0, changes={"tokenizer.ggml.add_bos_token": True})
+    ours = tokenizers.Tokenizer.from_file(
+        str(gguf_folder(tmp_path / "model.gguf", "float32") / "tokenizer.json")
+    )
+    assert ours.encode("<\uff5cUser\uff5c>Hi").ids == [1, 1018, 791]
+    assert ours.get_vocab_size() == 1024
+
+
+def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "model.gguf", "llama", Type.Q8_0, changes={"llama.rope.scaling.factor": 8.0})
+    folder = gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=False)
+    assert json.loads((folder / "config.json").read_text())["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 8.0,
+    }
+
+
+@pytest.mark.timeout(30)
+def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    name = b"general.architecture"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name
+    (tmp_path / "model.gguf").write_bytes(head + struct.pack("<IIQ", 9, 0, 1 << 40))
+    with pytest.raises(ConfigError, match="ends within a key"):
+        gguf_folder(tmp_path / "model.gguf", "float32")
+
+
+def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path, own_cache: Path) -> None:
+    make_gguf(tmp_path / "model.gguf", "qwen2", Type.Q8_0)
+    folder = gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=False)
+    left = own_cache / f".converting-{folder.name}-abc"
+    folder.rename(left)  # as SIGKILL and SIGTERM leave it
+    gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=False)
+    assert not left.exists()
+
+
+def test_a_folder_that_is_served_is_not_removed(tmp_path: Path) -> None:
+    folders = []
+    args = EngineArgs.of(model=str(tmp_path / "0.gguf"), tokenizer=str(TINY), dtype="float32", device="cpu")
+    for index in range(8):
+        make_gguf(tmp_path / f"{index}.gguf", "qwen2", Type.Q8_0)
+    with local_model(args) as local:
+        for index in range(1, 8):
+            folders.append(gguf_folder(tmp_path / f"{index}.gguf", "float32", has_tokenizer=False))
+        assert Path(local.model).is_dir()
+        assert [folder.is_dir() for folder in folders] == [False, False, False, True, True, True, True]
+    gguf_folder(tmp_path / "1.gguf", "float32", has_tokenizer=False)
+    assert not Path(local.model).exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,22 @@ def llm() -> Iterator[LLM]:
     )
     yield made
     made.close()
+
+
+def test_a_token_beyond_the_embeddings_is_an_error_of_its_request(tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than the model, as one has to which somebody added [PAD]."""
+    shutil.copytree(Path(__file__).parents[2] / "models" / "argosy-tiny", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    saved["added_tokens"].append({"id": 1024, "content": "[PAD]", **flags, "special": True})
+    file.write_text(json.dumps(saved))
+    padded = LLM(model=str(tmp_path / "model"), device="cpu", threads=1)
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="1024, which is out of vocabulary"):
+        padded.generate(["Hi [PAD]"], params, use_tqdm=False)
+    assert len(padded.generate(["Hi"], params, use_tqdm=False)[0].token_ids) == 2
+    padded.close()
 
 
 def test_the_log_has_the_memory_budget(caplog: pytest.LogCaptureFixture) -> None:

@@ -117,7 +117,7 @@ def make_gguf(
             parameter.data += 1
     architecture = _ARCHITECTURES.get(name, name.lower())
     writer = gguf.GGUFWriter(path, architecture)
-    _add_tokenizer(writer)
+    add_tokenizer(writer)
     values = {**_keys(architecture, config), "tokenizer.ggml.add_bos_token": False, **(changes or {})}
     for key, value in values.items():
         if isinstance(value, str):
@@ -181,7 +181,7 @@ def _keys(architecture: str, config: Any) -> dict[str, Any]:
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     special = {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
     by_id = special | {id_: token for token, id_ in tokenizer["model"]["vocab"].items()}

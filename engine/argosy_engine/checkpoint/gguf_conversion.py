@@ -19,6 +19,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ Change = Callable[[Floats], Floats]
 _CHUNK_ELEMENTS = 1 << 24
 """Elements that are widened at a time."""
 _MAX_LAYERS = 1024
+_MAX_VALUES = 1 << 22
+"""Of all keys and tensors; a vocabulary of 262,144 with merges has 2 million."""
 _MAX_EXPERTS = 1024
 _ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -45,12 +48,28 @@ class NotConvertible(Exception):
     """The file cannot be served; the message says why."""
 
 
+class _Reader(gguf.GGUFReader):
+    """Refuses what its base class reads on and on: it takes nothing for a number where the file has ended, and makes
+    objects of hundreds of bytes of each element of an array."""
+
+    _num_values = 0
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        self._num_values += 1
+        if len(found) != int(count):
+            raise ValueError("it ends within a key")
+        if self._num_values > _MAX_VALUES:
+            raise ValueError(f"its keys have more than {_MAX_VALUES} values")
+        return found
+
+
 class _File:
     """A GGUF file's keys and tensors. Keys of the architecture that nobody reads are refused by `check_all_read`."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
         except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise NotConvertible(
                 f"it is cut off, damaged or no GGUF file ({str(error)[:200]}); copy it again"
@@ -96,6 +115,11 @@ class _File:
     def strings(self, name: str) -> list[str]:
         field = self._reader.fields.get(name)
         return [] if field is None else [str(each) for each in field.contents()]
+
+    @cached_property
+    def token_types(self) -> list[int]:
+        field = self._reader.fields.get("tokenizer.ggml.token_type")
+        return [] if field is None else [int(each) for each in field.contents()]
 
     def check_all_read(self) -> None:
         prefix = f"{self.architecture}."
@@ -161,7 +185,7 @@ def _common(file: _File) -> dict[str, Any]:
 
 def _rope_scaling(file: _File, config: dict[str, Any]) -> dict[str, Any] | None:
     """Return `rope_scaling`, from the keys or, for Llama 3's kind, from the factors that the converter computed."""
-    kind = file.own("rope.scaling.type", str, "none")
+    kind = file.own("rope.scaling.type", str, "linear")  # llama.cpp's default; without a factor it is none
     file.own("rope.scaling.finetuned", bool, default=False)
     factor = file.own("rope.scaling.factor", float, 1.0)
     original = file.count("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -470,6 +494,7 @@ def _write_weights(file: _File, targets: list[_Target], path: Path, dtype: str, 
 
 
 def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
@@ -483,6 +508,15 @@ def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
     is_llama3 = kind == "gpt2" and split in _LLAMA3_SPLITS
     if is_llama3:
         tokenizer.backend_tokenizer.model.ignore_merges = True
+    if kind == "llama" and not file.architecture.startswith("gemma"):
+        # As llama.cpp does it, which has a space at the beginning of each text between two special tokens.
+        has_space = file.key("tokenizer.ggml.add_space_prefix", bool, True)
+        first = [normalizers.Prepend("\u2581")] if has_space else []
+        backend = tokenizer.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "\u2581")])
+        backend.pre_tokenizer = None
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if has_space else [])])
     adds_bos = file.key("tokenizer.ggml.add_bos_token", bool, kind == "llama" or is_llama3)
     if adds_bos and _first(tokenizer) != tokenizer.bos_token_id and tokenizer.bos_token:
         begin = tokenizer.bos_token
@@ -492,10 +526,73 @@ def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
     if adds_bos != (_first(tokenizer) == tokenizer.bos_token_id):
         raise NotConvertible(f"transformers makes a tokenizer of it that begins prompts otherwise; {remedy}")
     tokenizer.save_pretrained(folder)
+    _write_special_tokens(
+        file, folder / "tokenizer.json", strips=kind == "llama" and file.architecture == "phi3"
+    )
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for id_, token in enumerate(file.strings("tokenizer.ggml.tokens")):
+        if file.token_types[id_ : id_ + 1] in ([_CONTROL], [_USER_DEFINED]) and made.token_to_id(
+            token
+        ) not in (id_, None):
+            raise NotConvertible(f"transformers gives its token {token[:60]!r} another number; {remedy}")
+    if made.get_vocab_size() > len(file.strings("tokenizer.ggml.tokens")):
+        raise NotConvertible(
+            f"transformers makes a tokenizer of it that has more tokens than the file; {remedy}"
+        )
+
+
+def _write_special_tokens(file: _File, path: Path, *, strips: bool) -> None:
+    """Write the control and user-defined tokens of the file as it spells them, each by its own number: transformers
+    leaves out those of other characters than the byte-level alphabet has, and gives new numbers to some.
+
+    Args:
+        strips: whether spaces after them are dropped (Phi-3, as its tokenizer.json says and llama.cpp does).
+    """
+    saved = json.loads(path.read_text())
+    tokens = file.strings("tokenizer.ggml.tokens")
+    vocab: dict[str, int] = saved["model"]["vocab"]
+    by_id = {id_: token for token, id_ in vocab.items()}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added: list[dict[str, Any]] = []
+    for id_, (token, type_) in enumerate(zip(tokens, file.token_types, strict=False)):
+        if type_ not in (_CONTROL, _USER_DEFINED) or not token or by_id.get(id_) is None:
+            continue
+        if by_id[id_] != token and saved["model"]["type"] == "BPE" and not by_id[id_].strip("\u2581"):
+            continue  # spaces, which Gemma's tokenizer spells otherwise
+        vocab[token] = vocab.pop(by_id[id_])
+        rstrip = strips and type_ == _CONTROL and token not in ("<unk>", "<s>", "<|endoftext|>")
+        added.append({"id": id_, "content": token, **flags, "rstrip": rstrip, "special": type_ == _CONTROL})
+    known = {each["content"] for each in added}
+    ids = {token: id_ for id_, token in enumerate(tokens)}
+    added += [
+        {**each, "id": ids[each["content"]]}
+        for each in saved["added_tokens"]
+        if each["content"] in ids and each["content"] not in known
+    ]
+    saved["added_tokens"] = sorted(added, key=lambda each: int(each["id"]))
+    for name, each in ((saved["post_processor"] or {}).get("special_tokens") or {}).items():
+        each["ids"] = [ids[name]]
+    path.write_text(json.dumps(saved, ensure_ascii=False))
+
+
+_CONTROL, _USER_DEFINED = 3, 4
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"}
+    | {"<EOT>", "_<EOT>", "<end_of_utterance>"}
+)
+"""Texts of tokens that end a turn in every file of llama.cpp's: most converters write the id of one end only."""
+
+
+def _write_ends(file: _File, folder: Path) -> None:
     ends = [
         int(file.key(f"tokenizer.ggml.{name}_token_id", int))
         for name in ("eos", "eot", "eom")
         if file.has(f"tokenizer.ggml.{name}_token_id")
+    ]
+    ends += [
+        id_
+        for id_, token in enumerate(file.strings("tokenizer.ggml.tokens"))
+        if token in _ENDS and file.token_types[id_ : id_ + 1] in ([_CONTROL], [_USER_DEFINED])
     ]
     if ends:
         (folder / "generation_config.json").write_text(
@@ -516,6 +613,7 @@ def main() -> int:
         config = _config(file)
         targets = _targets(file, config)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
+        _write_ends(file, folder)
         if what != "no tokenizer":
             _write_tokenizer(file, path, folder)
         _write_weights(file, targets, folder / "model.safetensors", dtype, has_data=what != "headers")

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from argosy_engine.checkpoint.fingerprint import SAMPLE_BYTES, sample_offsets
 from argosy_engine.errors import ConfigError, installation
@@ -27,7 +28,7 @@ from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
 from argosy_fetcher.progress import size_text
 
 _CONVERSION = "argosy_engine.checkpoint.gguf_conversion"
-_FORM = "1"
+_FORM = "2"
 """Changes when a conversion of the same file has another result."""
 _KEPT = 4
 """Conversions that are kept; the ones that were not used for longest are removed."""
@@ -78,7 +79,12 @@ def gguf_folder(
         if folder.is_dir():
             os.utime(folder)
             return folder
-        with tempfile.TemporaryDirectory(prefix=".converting-", dir=cache) as made:
+        prefix = f".converting-{folder.name}-"
+        for left in cache.glob(
+            prefix + "*"
+        ):  # by a start that was killed: the lock says that nobody writes it
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as made:
             _convert(file, Path(made), dtype, "all" if has_tokenizer else "no tokenizer", note, cancelled)
             os.rename(made, folder)
             os.mkdir(made)  # for the context to remove
@@ -200,9 +206,18 @@ def _check_room(file: Path, folder: Path, num_bytes: int) -> None:
         )
 
 
+def hold_folder(folder: Path) -> IO[str]:
+    """Keep a folder from being removed until the returned file is closed."""
+    lock = (folder.parent / f".{folder.name}.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
+
+
 def _prune(cache: Path, own: Path) -> None:
+    """Remove what was not used for longest, and is not held. Locks stay: somebody may wait for one."""
     folders = [each for each in cache.iterdir() if not each.name.startswith(".") and each != own]
     folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     for folder in folders[_KEPT - 1 :]:
-        shutil.rmtree(folder, ignore_errors=True)
-        (cache / f".{folder.name}.lock").unlink(missing_ok=True)
+        with (cache / f".{folder.name}.lock").open("w") as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from argosy_engine.checkpoint.gguf_folder import gguf_file, gguf_folder, write_gguf_headers
+from argosy_engine.checkpoint.gguf_folder import gguf_file, gguf_folder, hold_folder, write_gguf_headers
 from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError, FetchFailed
@@ -60,7 +60,8 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
     if (file := gguf_file(args.model)) is not None:
         with display or progress_display() as progress:
             folder = _widen(file, args, progress)
-        yield _checked(_localized(args, folder))
+        with hold_folder(folder):
+            yield _checked(_localized(args, folder))
         return
     if not uri.is_remote:
         yield _checked(args)
@@ -82,7 +83,8 @@ async def local_model_async(
     if (file := gguf_file(args.model)) is not None:
         with display or progress_display() as progress:
             folder = await _in_daemon_thread(partial(_widen, file, args, progress))
-        yield _checked(_localized(args, folder))
+        with hold_folder(folder):
+            yield _checked(_localized(args, folder))
         return
     if not uri.is_remote:
         yield _checked(args)

@@ -557,6 +557,7 @@ class Renderer:
         *,
         add_special_tokens: bool = False,
     ) -> TokenizedPrompt:
+        self.check_token_ids(encoded.ids)  # tokens may have been added, and the embeddings not resized
         truncation = self.truncation_of(request)
         if truncation is not None and len(encoded) > truncation.num_tokens:
             num_added = self.tokenizer.num_added if add_special_tokens else (0, 0)

@@ -165,16 +165,20 @@ _WRONG, _DEPENDS_ON_ROWS, _ROUNDING, _REFUSED = 1, 2, 4, 8
 """`amx::Finding`."""
 
 
-def check_tiles(found: int) -> None:
-    """Check what the test of a library's tiles has found; -1: it uses none."""
+def check_tiles(found: int) -> bool:
+    """Return whether a library's tiles round otherwise than the manual says, by what their test has found; -1: it uses
+    none.
+
+    Raises:
+        NoTiles: they cannot be used.
+    """
     if found < 0:
-        return
+        return False
     if found & _REFUSED:
         raise NoTiles("the system does not let this process use AMX")
     if found & (_WRONG | _DEPENDS_ON_ROWS):
         raise NoTiles("AMX computes wrongly on this CPU")
-    if found & _ROUNDING:
-        log.info("AMX rounds otherwise on this CPU than in Intel's manual")
+    return bool(found & _ROUNDING)
 
 
 class QuantizedWeight(NamedTuple):
@@ -239,7 +243,7 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        check_tiles(self._library.argosy_test_tiles())
+        rounds_otherwise = check_tiles(self._library.argosy_test_tiles())
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, f"argosy_{name}")
             function.argtypes, function.restype = arguments, None
@@ -249,7 +253,7 @@ class Kernels:
         self.lanes: int = self._library.argosy_lanes()
         """Elements of a vector register. Head sizes, block sizes and widths must be multiples of it."""
         self.path = path
-        self.variant = path.name.partition("-")[0]
+        self.variant = path.name.partition("-")[0] + (" of other rounding" if rounds_otherwise else "")
         """Name of the instruction set, which decides how sums of bfloat16 are rounded."""
         self.set_threads(torch.get_num_threads())
 
