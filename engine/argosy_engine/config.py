@@ -170,7 +170,8 @@ _REFUSED_LOAD_FORMATS = tuple(
 
 
 def default_name(model: str) -> str:
-    """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub.
+    """Return the name of a model that is given none: without revision, and `ORG/NAME` for a repository of the hub, or
+    `ORG/NAME:QUANT` for a GGUF file of it.
 
     What is on this machine has the directory's path, or a built-in model's name. Other sources keep their scheme, but
     no URL its query, which may be a signature.
@@ -180,7 +181,7 @@ def default_name(model: str) -> str:
     except InvalidSource:
         return model.partition("?")[0]
     if uri.scheme in ("hf", "file", "builtin"):
-        return uri.location
+        return uri.name.partition("://")[2]
     return uri.name.partition("?")[0]
 
 

@@ -19,6 +19,7 @@ import msgspec
 from argosy_fetcher.archives import UnpackedFile, Unpacker, model_folder, require_unpacker
 from argosy_fetcher.disk import IDLE_AFTER_S, HolderMark, disk_errors, empty_directory, fsync_file
 from argosy_fetcher.errors import FetchError, NoSpace, Offline, UnsupportedModel
+from argosy_fetcher.gguf_files import CutOff, NotGguf, read_header
 from argosy_fetcher.progress import ForwardedProgress, Progress
 from argosy_fetcher.retry import Attempts, Outage, RetryPolicy, read_range, read_whole, retrying
 from argosy_fetcher.selection import (
@@ -29,6 +30,7 @@ from argosy_fetcher.selection import (
     select,
 )
 from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, Source
+from argosy_fetcher.source_uri import quantization_of
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
 from argosy_fetcher.transfer import TaskQueue, Transfer, TransferSettings
@@ -193,7 +195,7 @@ class _Fetch:
         partial = self.store.open_partial(snapshot)
         targets = {partial / file.path: file for file in files}
         for target in targets:
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
         self._transfer(targets, partial, known)
         return tuple(StoredFile(file.path, file.size, file.digest) for file in files)
 
@@ -361,7 +363,7 @@ def fetch_configs(
         note: takes a line about something that takes time.
 
     Returns:
-        None if the source holds an archive, whose files cannot be read apart.
+        None if the source holds an archive or is a GGUF file, of which config and tokenizer cannot be read apart.
 
     Raises:
         UnsupportedModel: the model is not served.
@@ -371,6 +373,8 @@ def fetch_configs(
     def attempts(what: str) -> Attempts:
         return Attempts(f"{source.name}: {what}", RetryPolicy(), note)
 
+    if quantization_of(source.name):
+        return None
     snapshot = checked_snapshot(retrying(attempts("list of files"), source.snapshot), source.name)
     if any(file.packing != "none" for file in snapshot.files):
         return None
@@ -393,6 +397,11 @@ def fetch_configs(
 
 FIRST_BYTES: Final = 64 << 10
 """Read of each file at first: most headers fit, and more than one request costs more time than these bytes."""
+FIRST_GGUF_BYTES: Final = 4 << 20
+"""Read of a GGUF file at first, and then twice as much: its header has the vocabulary, of 2 to 12 MB."""
+ROTATION: Final = "rope_freqs.weight"
+"""The only tensor of a GGUF file of which the values are part of the config."""
+_MAX_ROTATION_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 100 << 20
 """The limit that the format defines."""
 MAX_WEIGHT_FILES: Final = 2000
@@ -418,7 +427,8 @@ def fetch_headers(
     A safetensors file begins with the length of its header (8 bytes, little-endian) and the header. The rest of such a
     file is a hole, so its size is right and it takes no room. No byte of a weight is requested beyond the first
     `FIRST_BYTES` of a file, and what a hostile source can make of the directory is bounded, in files, in their sizes
-    and in the bytes that are stored.
+    and in the bytes that are stored. Of a GGUF file, `FIRST_GGUF_BYTES` or twice the header is requested, and the few
+    numbers that its config is computed from.
 
     Args:
         check_config: raises if a config.json is of a model that the caller does not serve.
@@ -439,6 +449,10 @@ def fetch_headers(
         )
     read_small = cache(reader.read_small)
     files = select(snapshot, read_small, check_config)
+    if quantization_of(source.name):
+        with disk_errors(source.name, directory):
+            reader.store_gguf_header(files[0], directory / files[0].path.rpartition("/")[2])
+        return snapshot
     weights = [file for file in files if file.path.endswith(".safetensors")]
     _check_bounds(source.name, weights)
     with disk_errors(source.name, directory):
@@ -490,6 +504,36 @@ class _HeaderReader:
         with path.open("xb") as opened:
             opened.write(header)
             opened.truncate(file.size)
+
+    def store_gguf_header(self, file: RemoteFile, path: Path) -> None:
+        """Write the header of a GGUF file and the tensor that its rotation is computed from, with holes around."""
+        _check_bounds(self._source.name, [file])
+        refusal = UnsupportedModel(
+            f"{self._source.name}: {file.path} is not a GGUF file of version 2 or 3, or its header has more than "
+            f"{MAX_HEADER_BYTES} bytes; use another revision"
+        )
+        data, stop = b"", FIRST_GGUF_BYTES
+        while True:
+            data += self._read(file, len(data), min(stop, file.size))
+            try:
+                header = read_header(data)
+                break
+            except NotGguf:
+                raise refusal from None
+            except CutOff:
+                if len(data) >= min(file.size, MAX_HEADER_BYTES):
+                    raise refusal from None
+                stop = min(2 * len(data), MAX_HEADER_BYTES)
+        start, end = header.tensors.get(ROTATION, (0, 0))
+        if end > file.size or end - start > _MAX_ROTATION_BYTES:
+            raise refusal
+        rotation = self._read(file, start, end) if end else b""
+        with path.open("xb") as opened:
+            opened.write(data[: header.num_bytes])
+            opened.truncate(file.size)
+            if end:
+                opened.seek(start)
+                opened.write(rotation)
 
     def _read_header(self, file: RemoteFile) -> bytes:
         """Return the bytes of a file up to the end of its header."""

@@ -33,6 +33,7 @@ from msgspec import structs
 
 from argosy_fetcher.disk import IDLE_AFTER_S, MARGIN, FreeSpace
 from argosy_fetcher.errors import ModelNotFound, ModelRemoved, Offline, UnsupportedModel
+from argosy_fetcher.gguf_files import SUFFIX, choose_gguf
 from argosy_fetcher.model_fetch import FetchedModel, fetch_configs, fetch_headers, fetch_model
 from argosy_fetcher.progress import Progress
 from argosy_fetcher.selection import (
@@ -244,7 +245,8 @@ def find_model(
     if found is None and uri.scheme == "hf" and is_offline(values):
         from argosy_fetcher.sources.hub import hub_cache  # imports the hub's client
 
-        return find_cached_model(hub_cache(load_credentials(values)), uri.location, uri.revision)
+        cache = hub_cache(load_credentials(values))
+        return find_cached_model(cache, uri.location, uri.revision, uri.quantization)
     return found
 
 
@@ -286,15 +288,29 @@ def is_offline(environment: Mapping[str, str]) -> bool:
     return any(is_true(environment, name) for name in OFFLINE_ENVS)
 
 
-def find_cached_model(cache: Path, repository: str, revision: str) -> StoredModel | None:
+def stored_gguf(uri: SourceUri, path: Path) -> Path:
+    """Return the GGUF file that a URI with a quantisation means, in a directory that `pull_model` returned.
+
+    Raises:
+        UnsupportedModel: it is not there any more.
+    """
+    names = [file.relative_to(path).as_posix() for file in path.rglob(f"*{SUFFIX}")]
+    return path / choose_gguf(uri.name, uri.quantization, names)
+
+
+def find_cached_model(
+    cache: Path, repository: str, revision: str, quantization: str = ""
+) -> StoredModel | None:
     """Return a model of the cache if all that an engine needs of it is there.
 
     Args:
         repository: ORG/NAME.
         revision: a branch, a tag or a commit; `main` if empty.
+        quantization: as in `SourceUri`.
     """
     from huggingface_hub import snapshot_download  # takes long to import
 
+    source = SourceUri("hf", repository, quantization=quantization).name
     try:
         found = snapshot_download(
             repository, revision=revision or None, cache_dir=cache, local_files_only=True
@@ -303,7 +319,8 @@ def find_cached_model(cache: Path, repository: str, revision: str) -> StoredMode
         commit = directory.name
         if not _COMMIT.fullmatch(commit):
             return None
-        files = tuple(_served_files(directory.parents[1].resolve(strict=True), directory))
+        folder = directory.parents[1].resolve(strict=True)
+        files = tuple(_served_files(folder, directory, is_gguf=bool(quantization)))
     except (OSError, RuntimeError, ValueError):  # not there, a loop of links, or no name of a repository
         return None
 
@@ -313,23 +330,26 @@ def find_cached_model(cache: Path, repository: str, revision: str) -> StoredMode
         return (directory / file.path).read_bytes()
 
     try:
-        select(Snapshot(f"hf://{repository}", commit, files), read_small)
+        selected = select(Snapshot(source, commit, files), read_small)
     except (UnsupportedModel, OSError):
         return None
     return StoredModel(
-        source=f"hf://{repository}",
+        source=source,
         revision=commit,
         path=directory,
-        size=sum(file.size for file in files),
+        size=sum(file.size for file in (selected if quantization else files)),
         last_used_at=directory.stat().st_mtime,
     )
 
 
-def _served_files(folder: Path, directory: Path) -> Iterator[RemoteFile]:
-    """Yield the served files of a snapshot whose content is in the repository's folder."""
-    names = os.listdir(directory)
-    folders = [f"{name}/{CONFIG}" for name in names if is_pooling_folder(name)]
-    for name in [*filter(is_served_name, names), *folders]:
+def _served_files(folder: Path, directory: Path, *, is_gguf: bool) -> Iterator[RemoteFile]:
+    """Yield the served files, or the GGUF files, of a snapshot whose content is in the repository's folder."""
+    if is_gguf:
+        names = [path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")]
+    else:
+        names = [name for name in os.listdir(directory) if is_served_name(name)]
+        names += [f"{name}/{CONFIG}" for name in os.listdir(directory) if is_pooling_folder(name)]
+    for name in names:
         with suppress(OSError, RuntimeError):
             path = (directory / name).resolve(strict=True)
             found = path.stat()

@@ -1,7 +1,8 @@
 """Selection: which files of a model are served, and so fetched.
 
 Owns the names of files that an engine reads. Must not know how content arrives or where it is kept.
-Invariants: weights are safetensors; formats that can carry code are never selected; what is selected, an engine loads.
+Invariants: weights are safetensors, or one GGUF file that a source names; formats that can carry code are never
+selected; what is selected, an engine loads.
 
 Reads config.json and the index of the weights, so that a model that cannot be served is refused before its weights are
 fetched.
@@ -16,7 +17,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final, TypeAlias
 
 from argosy_fetcher.errors import UnsupportedModel
+from argosy_fetcher.gguf_files import choose_gguf, gguf_remedy
 from argosy_fetcher.source import RemoteFile, Snapshot, check_path
+from argosy_fetcher.source_uri import quantization_of
 
 MAX_SMALL_FILE_BYTES: Final = 16 << 20
 """Bound on files that are read into memory. The index of a model with 100,000 tensors has 10 MB."""
@@ -66,7 +69,8 @@ def select(
     *,
     has_weights: bool = True,
 ) -> tuple[RemoteFile, ...]:
-    """Return the files to fetch, small ones first.
+    """Return the files to fetch, small ones first. Of a source that names a quantisation it is one GGUF file, which has
+    config and tokenizer in it.
 
     Args:
         read_small: returns a file's content, of at most `MAX_SMALL_FILE_BYTES`.
@@ -78,6 +82,8 @@ def select(
         FetchError, TransientError: from `read_small`.
     """
     files = {file.path: file for file in snapshot.files}
+    if quantization := quantization_of(snapshot.source):
+        return (files[check_path(choose_gguf(snapshot.source, quantization, files))],)
     config = files.get(CONFIG)
     if config is None:
         raise UnsupportedModel(f"{snapshot.source} has no {CONFIG}{_config_remedy(snapshot.source, files)}")
@@ -173,9 +179,7 @@ def _config_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
     if folders:
         return f", but {', '.join(map(ascii, folders[:3]))} has: {_folder_remedy(source)}"
     if any(path.endswith(".gguf") for path in files):
-        return (
-            "; GGUF files are not fetched: serve one on this machine, or the repository that it was made from"
-        )
+        return _gguf_remedy(source, files)
     if "adapter_config.json" in files:
         return "; it is an adapter: serve the model that it adapts"
     return "; give a model in Hugging Face's layout"
@@ -206,6 +210,8 @@ def _weights_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
             f"incomplete: {_another(source)}"
         )
     suffixes = sorted({PurePosixPath(path).suffix for path in files} & set(_OTHER_FORMATS))
+    if suffixes == [".gguf"]:
+        return _gguf_remedy(source, files)
     if suffixes:
         another = "use a revision or a repository with safetensors, or " if source.startswith("hf://") else ""
         return (
@@ -213,6 +219,12 @@ def _weights_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
             f"are not in Hugging Face's layout: {another}convert it with transformers: save_pretrained(DIRECTORY)"
         )
     return f"; the upload is incomplete: {_another(source)}"
+
+
+def _gguf_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
+    if source.startswith("hf://") and (remedy := gguf_remedy(source.partition("?")[0], files)):
+        return remedy
+    return "; GGUF files are fetched from hubs only: serve one on this machine, or the repository that it was made from"
 
 
 def _another(source: str) -> str:

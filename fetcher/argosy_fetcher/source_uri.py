@@ -4,6 +4,7 @@ Owns parsing and its bounds. Must not know stores, protocols or credentials. Inv
 or raises has a credential in it: a URL's query may be a signature, and is neither taken nor shown.
 
     hf://ORG/NAME[@REVISION]                 a repository of a Hugging Face hub
+    hf://ORG/NAME:QUANT[@REVISION]           one GGUF file of it, as in llama.cpp and vLLM, such as :Q4_K_M
     s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX]
     oci://HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]
     https://HOST[:PORT]/PATH/SHA256SUMS      a folder with a list of its files; http:// for loopback addresses only
@@ -33,7 +34,10 @@ MAX_REVISION_CHARACTERS: Final = 255
 """The longest file name of common file systems, and so the longest branch of a repository on one."""
 
 _HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_HUB: Final = re.compile(rf"(?P<location>{_HUB_NAME}/{_HUB_NAME})(?:@(?P<revision>.*))?", re.DOTALL)
+_HUB: Final = re.compile(
+    rf"(?P<location>{_HUB_NAME}/{_HUB_NAME})(?::(?P<quantization>{_HUB_NAME}))?(?:@(?P<revision>.*))?",
+    re.DOTALL,
+)
 _REVISION: Final = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,{MAX_REVISION_CHARACTERS - 1}}}")
 _BUCKET: Final = {
     "s3": re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"),
@@ -60,6 +64,8 @@ class SourceUri(Struct, frozen=True):
     revision: str = ""
     """As the user wrote it: a branch, tag or commit of a hub, a tag or `sha256:DIGEST` of an image. Empty if
     none."""
+    quantization: str = ""
+    """Which GGUF file of a hub's repository is meant, in capitals; empty if the model is in Hugging Face's layout."""
 
     @property
     def is_remote(self) -> bool:
@@ -69,7 +75,7 @@ class SourceUri(Struct, frozen=True):
     @property
     def name(self) -> str:
         """The URI without revision."""
-        return f"{self.scheme}://{self.location}"
+        return f"{self.scheme}://{self.location}" + (f":{self.quantization}" if self.quantization else "")
 
     def __str__(self) -> str:
         if not self.revision:
@@ -128,7 +134,7 @@ def parse(text: str) -> SourceUri:
 
 
 def from_argument(text: str) -> SourceUri:
-    """Parse a model as people type it: a URI, a directory, or `ORG/NAME[@REVISION]` for the hub.
+    """Parse a model as people type it: a URI, a directory, or `ORG/NAME[:QUANT][@REVISION]` for the hub.
 
     What exists on this machine is a directory, even if its name has the form of a repository's; `hf://` says otherwise.
 
@@ -142,6 +148,14 @@ def from_argument(text: str) -> SourceUri:
     return _parse_hub(found[0])
 
 
+def quantization_of(source: str) -> str:
+    """Return the quantisation in a hub's source's canonical name, with or without an endpoint; empty if it has none."""
+    found = (
+        _HUB.fullmatch(source.partition("?")[0].removeprefix("hf://")) if source.startswith("hf://") else None
+    )
+    return (found["quantization"] or "") if found else ""
+
+
 def _exists(text: str) -> bool:
     try:
         return Path(text).expanduser().exists()
@@ -153,9 +167,10 @@ def _parse_hub(rest: str) -> SourceUri:
     found = _HUB.fullmatch(rest)
     if found is None:
         raise InvalidSource(
-            f"model source {_shown(rest, 'hf://')}: must be hf://ORG/NAME or hf://ORG/NAME@REVISION{_old_name(rest)}"
+            f"model source {_shown(rest, 'hf://')}: must be hf://ORG/NAME or hf://ORG/NAME@REVISION, or "
+            f"hf://ORG/NAME:QUANT for a GGUF file{_old_name(rest)}"
         )
-    uri = SourceUri("hf", found["location"])
+    uri = SourceUri("hf", found["location"], quantization=(found["quantization"] or "").upper())
     revision = found["revision"]
     return uri if revision is None else replace(uri, revision=_hub_revision(str(uri), revision))
 
@@ -170,7 +185,10 @@ def _old_name(rest: str) -> str:
 def _hub_revision(name: str, revision: str) -> str:
     is_sound = _REVISION.fullmatch(revision) and ".." not in revision and "//" not in revision
     if not is_sound or revision.endswith(("/", ".lock")):
-        raise InvalidSource(f"{name}: the revision {_shown(revision)} must be a branch, a tag or a commit")
+        order = "; a GGUF file of it is ORG/NAME:QUANT@REVISION" if ":" in revision else ""
+        raise InvalidSource(
+            f"{name}: the revision {_shown(revision)} must be a branch, a tag or a commit{order}"
+        )
     return revision
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from argosy_fetcher.disk import (
@@ -218,8 +218,8 @@ class Store(StoreIndex):
         (partial / LAST_USE).touch()
         self.touch(partial)
         _keep_only(partial, {*_OWN_FILES, *(file.path.partition("/")[0] for file in files)})
-        for folder in {(partial / file.path).parent for file in files} | {partial}:
-            fsync_directory(folder)
+        for folder in {parent for file in files for parent in PurePosixPath(file.path).parents}:
+            fsync_directory(partial / folder)
         if self._load(directory, snapshot.revision, {}, snapshot.source) is not None:
             discard(partial)  # locks have no effect here, and another machine was faster
             return target

@@ -89,6 +89,13 @@ SOURCE_RULES: Final[dict[str, Any]] = rules_of(
         for scheme, (rule, form) in _GRAMMAR.items()
     ),
     Rule(
+        rule="!self.matches(r'^hf://[^@]+/[^@]*:')",
+        message=(
+            "hf://ORG/NAME:QUANT is for `argosy serve` alone, because pods have no room for the widened weights of a "
+            "GGUF file: name the repository that it was made from"
+        ),
+    ),
+    Rule(
         rule="!self.contains('/../') && !self.endsWith('/..')",
         message="must not contain '..' as a path segment",
     ),

@@ -16,8 +16,8 @@ from argosy.terminal import age_seconds, size_bytes
 from argosy_fetcher.errors import AccessDenied
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import LAST_USE
-from named_sources import TINY, publish_tiny, serve_names
-from scripted_source import Stop
+from named_sources import PUBLISHED, TINY, publish_tiny, serve_names
+from scripted_source import ScriptedSource, Stop
 
 DAY_S = 86400
 
@@ -71,6 +71,23 @@ def test_a_link_leads_to_the_model(capsys: pytest.CaptureFixture[str], tmp_path:
     assert second != first
     assert link.resolve() == Path(second).resolve()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".model")] == []
+
+
+def test_a_gguf_file_is_a_model_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    publish_tiny("acme/tiny")
+    run(capsys, "pull", "acme/tiny")
+    files = {"Tiny-Q4_K_M.gguf": b"GGUF 4", "Tiny-Q8_0.gguf": b"GGUF 8"}
+    PUBLISHED["acme/tiny"] = ScriptedSource(files, name="hf://acme/tiny:Q8_0")
+    link = tmp_path / "model.gguf"
+    path = run(capsys, "pull", "acme/tiny:q8_0", "--link", str(link)).strip()
+    assert Path(path).name == "Tiny-Q8_0.gguf"
+    assert Path(path).read_bytes() == link.read_bytes() == b"GGUF 8"
+    assert run(capsys, "path", "acme/tiny:Q8_0@main") == f"{path}\n"
+    assert "pull hf://acme/tiny:Q4_K_M` fetches it" in fail(capsys, "path", "acme/tiny:Q4_K_M")
+    listed = [line.split()[0] for line in run(capsys, "list").splitlines()[1:]]
+    assert listed == ["hf://acme/tiny", "hf://acme/tiny:Q8_0"]
+    assert run(capsys, "rm", "acme/tiny:q8_0").startswith("removed hf://acme/tiny:Q8_0 at ")
+    assert [line.split()[0] for line in run(capsys, "list").splitlines()[1:]] == ["hf://acme/tiny"]
 
 
 def test_a_link_in_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

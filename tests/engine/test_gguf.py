@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import tokenizers
 from gguf import GGMLQuantizationType as Type
 
 import gguf_files
+from argosy_engine.api.doctor import diagnose
 from argosy_engine.checkpoint import gguf_folder as conversion
 from argosy_engine.checkpoint.gguf_folder import gguf_folder
 from argosy_engine.config import EngineArgs
@@ -22,8 +25,11 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.frontend.model_source import local_model
 from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.params import SamplingParams
+from argosy_engine.sizing.resources import DeviceMemory
+from argosy_fetcher.model_fetch import FIRST_GGUF_BYTES
 from gguf_files import CONFIGS, TINY, make_gguf
 from greedy_reference import differing_tokens
+from hub_server import HubServer
 
 TYPES = {
     "llama of large blocks": (Type.Q4_K, Type.Q5_K, Type.Q6_K),
@@ -148,6 +154,71 @@ def test_another_tokenizer_takes_the_place_of_one_that_is_not_known(tmp_path: Pa
     with local_model(EngineArgs.of(model=str(file), tokenizer=str(TINY), device="cpu")) as local:
         assert not (Path(local.model) / "tokenizer.json").exists()
         assert local.tokenizer == str(TINY)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setenv("ARGOSY_MODELS_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+def test_a_file_of_a_hub_is_widened_as_one_of_this_machine(hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "Tiny-Q8_0.gguf"
+    make_gguf(file, "llama with scaled rotation", Type.Q8_0)
+    hub.add_model("acme/tiny", {"files/Tiny-Q8_0.gguf": file, "Tiny-Q4_0.gguf": b"GGUF"})
+    args = EngineArgs.of(model="acme/tiny:q8_0", device="cpu", dtype="bfloat16")
+    own = gguf_folder(file, "bfloat16")
+    with local_model(args) as local:
+        assert local.served_model_name == ("acme/tiny:Q8_0",)
+        folder = Path(local.model)
+        assert folder != own
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == sorted(path.name for path in own.iterdir())
+        assert all((folder / name).read_bytes() == (own / name).read_bytes() for name in names)
+
+
+def test_a_file_of_a_hub_that_is_refused_is_not_fetched(hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "Tiny-Q8_0.gguf"
+    refused = {"llama.attention.unheard_of": 3}, {"tokenizer.ggml.pre": "unheard-of"}
+    for number, changes in enumerate(refused):
+        make_gguf(file, "llama", Type.Q8_0, changes=changes)
+        content = file.read_bytes() + bytes(5 * FIRST_GGUF_BYTES)
+        hub.add_model(f"acme/refused-{number}", {file.name: content})
+        args = EngineArgs.of(model=f"acme/refused-{number}:Q8_0", device="cpu")
+        with pytest.raises(ConfigError, match="unheard"), local_model(args):
+            pass
+        assert hub.sent_bytes < 2 * FIRST_GGUF_BYTES
+        hub.forget_requests()
+    assert not (tmp_path / "store").exists()
+    args = EngineArgs.of(model="acme/refused-1:Q8_0", device="cpu", tokenizer=str(TINY))
+    with local_model(args) as local:
+        assert not (Path(local.model) / "tokenizer.json").exists()
+
+
+def test_the_doctor_tells_types_and_sizes_and_fetches_headers_only(hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "Tiny-Q4_0.gguf"
+    make_gguf(file, "llama", Type.Q4_0)
+    hub.add_model("acme/tiny", {file.name: file})
+    memory = DeviceMemory("cpu", "host", 64 << 30, 64 << 30)
+    for model in (str(file), "acme/tiny:Q4_0"):
+        args = EngineArgs.of(model=model, device="cpu", dtype="bfloat16")
+        diagnosis = diagnose(args, memory)
+        assert diagnosis.fits
+        assert diagnosis.weights is not None
+        sizes = re.fullmatch(
+            r"GGUF weights Q4_0 ([\d.]+) KiB, F32 ([\d.]+) KiB: ([\d.]+) KiB in the file, ([\d.]+) KiB on disk and in "
+            r"memory, because they are widened to bfloat16",
+            diagnosis.weights,
+        )
+        assert sizes is not None
+        quantized, plain, stored, widened = map(float, sizes.groups())
+        assert stored == pytest.approx(quantized + plain, abs=0.02)
+        # 18 bytes for 32 numbers of Q4_0, 4 for one of F32, and 2 for each in bfloat16.
+        assert widened == pytest.approx(quantized * 64 / 18 + plain / 2, abs=0.1)
+    assert not (tmp_path / "store").exists()
 
 
 def test_damaged_files_are_refused(tmp_path: Path, own_cache: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from gguf import GGMLQuantizationType
 
+from argosy_engine.native.build import cache_directory
 from forked_serves import serve_each
+from gguf_files import make_gguf
 from hub_faults import Fault, Hold
 from hub_repositories import Content, files_under
 from hub_server import HubServer
@@ -44,9 +48,9 @@ def with_config(**changes: object) -> dict[str, Content]:
     return {**files_under(TINY), "config.json": json.dumps({**config, **changes}).encode()}
 
 
-def check_answers(server: Server) -> None:
-    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["acme/tiny"]
-    body = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 4}
+def check_answers(server: Server, name: str = "acme/tiny") -> None:
+    assert [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]] == [name]
+    body = {"model": name, "prompt": "Once", "max_tokens": 4}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
@@ -89,6 +93,28 @@ def test_a_model_is_fetched_across_starts_and_the_next_one_asks_nobody(
         assert server.stop(signal.SIGINT) == 0
     assert hub.requests() == []
     assert told in log.read_text()
+
+
+def test_a_gguf_file_is_served_and_the_next_start_asks_nobody(hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "Tiny-Q8_0.gguf"
+    make_gguf(file, "llama", GGMLQuantizationType.Q8_0)
+    other = {"Tiny-Q4_0.gguf": b"GGUF"}
+    hub.add_model("acme/tiny-gguf", {file.name: file, **other})
+    port = free_port()
+    env = {**environment(hub, tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shutil.copytree(
+        cache_directory(), tmp_path / "cache" / "argosy" / "native"
+    )  # compiled once for all tests
+    arguments = [SERVE[0], "acme/tiny-gguf:q8_0", *SERVE[2:], "--port", str(port)]
+    logs = [tmp_path / "first", tmp_path / "second"]
+    for log in logs:
+        with running(arguments, log, port=port, env=env) as server:
+            check_answers(server, "acme/tiny-gguf:Q8_0")
+            assert server.stop(signal.SIGTERM) == 0
+        seen = hub.requests()
+        hub.forget_requests()
+    assert seen == []
+    assert [log.read_text().count("is widened to ") for log in logs] == [1, 0]
 
 
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(hub: HubServer, tmp_path: Path) -> None:

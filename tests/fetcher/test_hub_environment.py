@@ -61,7 +61,7 @@ def test_malformed_endpoints_are_refused_without_showing_credentials(given: str,
     ],
 )
 def test_a_model_of_another_hub_has_another_name(given: str, name: str) -> None:
-    assert hub_source_name("org/model", {"HF_ENDPOINT": given}) == name
+    assert hub_source_name("hf://org/model", {"HF_ENDPOINT": given}) == name
     with closing(HubSource(SourceUri("hf", "org/model"), {"HF_ENDPOINT": given})) as source:
         assert source.name == name
     assert name_in_store(SourceUri("hf", "org/model", "v1"), {"HF_ENDPOINT": given}) == (name, "v1")

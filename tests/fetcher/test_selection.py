@@ -93,7 +93,7 @@ def test_each_form_of_tokenizer_is_fetched(name: str) -> None:
         ),
         (
             {"tiny-q4.gguf": b""},
-            "GGUF files are not fetched: serve one on this machine, or the repository that it was made from",
+            "has no config.json; it has GGUF files, of which one is served; there are Q4: hf://acme/tiny:QUANT",
         ),
         ({"adapter_config.json": b"{}"}, "it is an adapter: serve the model that it adapts"),
         (

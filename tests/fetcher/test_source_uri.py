@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_fetcher.errors import InvalidSource
-from argosy_fetcher.source_uri import REMOTE, SourceUri, from_argument, parse
+from argosy_fetcher.source_uri import REMOTE, SourceUri, from_argument, parse, quantization_of
 from argosy_fetcher.sources.registry import SOURCES
 
 DIGEST = "ab" * 32
@@ -63,6 +63,10 @@ def test_a_source_is_scheme_location_and_revision(
         ("hf://a/b@..", "must be a branch, a tag or a commit"),
         ("hf://a/b@refs/../x", "must be a branch, a tag or a commit"),
         ("hf://a/b@-x", "must be a branch, a tag or a commit"),
+        ("hf://a/b@main:Q4_K_M", "must be a branch.*; a GGUF file of it is ORG/NAME:QUANT@REVISION"),
+        ("hf://a/b:", "must be hf://ORG/NAME .*or hf://ORG/NAME:QUANT for a GGUF file"),
+        ("hf://a/b:Q4/x", "must be hf://ORG/NAME"),
+        ("hf://a/b:" + "q" * 97, "must be hf://ORG/NAME"),
         ("hf://a/b@x y", "must be a branch, a tag or a commit"),
         ("hf://a/b@" + "x" * 256, "must be a branch, a tag or a commit"),
         ("hf://a/b\n", "control characters"),
@@ -124,6 +128,8 @@ def test_messages_repeat_no_credential(text: str) -> None:
     [
         "hf://a/b",
         "hf://a/b@main",
+        "hf://a/b:Q4_K_M",
+        "hf://a/b:UD-Q4_K_XL@refs/pr/1",
         "s3://bucket/x",
         "oci://host:5000/a/b",
         "oci://host/a:v1",
@@ -197,3 +203,14 @@ def test_a_revision_that_cannot_be_is_refused(text: str, revision: str, reason: 
 
 def test_every_remote_scheme_has_a_source() -> None:
     assert set(SOURCES) == set(REMOTE)
+
+
+@pytest.mark.parametrize("revision", ["", "v1"])
+def test_a_quantisation_is_part_of_the_name(revision: str) -> None:
+    uri = parse("hf://a/b:q4_k_m" + (f"@{revision}" if revision else ""))
+    assert (uri.location, uri.quantization, uri.revision) == ("a/b", "Q4_K_M", revision)
+    assert uri.name == "hf://a/b:Q4_K_M"
+    assert parse("hf://a/b:Q4_K_M").at_revision("v1").name == uri.name
+    assert from_argument(str(uri).removeprefix("hf://")) == uri
+    assert quantization_of(uri.name) == quantization_of(f"{uri.name}?endpoint=http://h:1/x") == "Q4_K_M"
+    assert quantization_of("hf://a/b?endpoint=http://h:1") == quantization_of("oci://h:1/a:Q4_K_M") == ""

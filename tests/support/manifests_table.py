@@ -68,6 +68,7 @@ REFUSED_SOURCES: dict[str, str] = {
     "HF://org/name": "must begin with hf://",
     " hf://org/name": "must begin with hf://",
     "hf://name": "must be hf://ORG/NAME",
+    "hf://org/name:": "must be hf://ORG/NAME",
     "hf://org/name/more": "must be hf://ORG/NAME",
     "hf://org/name@": "must be hf://ORG/NAME",
     "hf://org/name@v1@v2": "must be hf://ORG/NAME",
@@ -921,6 +922,10 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
     "alias is the served name": (
         manifest("model: {source: 'builtin://tiny', servedName: a, aliases: [a]}"),
         "aliases must not repeat servedName",
+    ),
+    "GGUF file of a hub": (
+        manifest("model: {source: 'hf://org/name:Q4_K_M@main'}"),
+        "pods have no room for the widened weights of a GGUF file: name the repository that it was made from",
     ),
     "alias is the resource's name": (
         manifest("model: {source: 'builtin://tiny', aliases: [tiny]}"),

@@ -49,7 +49,7 @@ from argosy_fetcher.errors import (
 )
 from argosy_fetcher.progress import Progress, printable, progress_display, size_text
 from argosy_fetcher.progress_server import ProgressMeter, ProgressServer
-from argosy_fetcher.pull import PulledModel, find_model, open_store, pull_model
+from argosy_fetcher.pull import PulledModel, find_model, open_store, pull_model, stored_gguf
 from argosy_fetcher.source_uri import SourceUri, from_argument
 from argosy_fetcher.sources.registry import DIRECTORY_ENV, name_in_store, read_directory
 from argosy_fetcher.store import Store
@@ -100,7 +100,7 @@ def build_parser() -> Parser:
     text = "List the models in the store, what interrupted fetches have left, and what other programs have damaged."
     add_output(_command(commands, _list, "list", "list the models", text))
     _add_pull(commands)
-    text = "Print the directory of a model that the store has. Makes no request."
+    text = "Print the directory of a model that the store has, or its GGUF file. Makes no request."
     _add_model(_command(commands, _path, "path", "print a model's directory", text))
     text = "Remove a model: all its revisions, unless one is given. A model that an engine uses stays."
     _add_model(_command(commands, _rm, "rm", "remove a model", text))
@@ -133,7 +133,7 @@ def _add_pull(commands: argparse._SubParsersAction[Parser]) -> None:
         _pull,
         "pull",
         "fetch a model",
-        "Fetch a model unless the store has it, and print its directory.",
+        "Fetch a model unless the store has it, and print its directory, or the path of a GGUF file.",
     )
     _add_model(parser)
     parser.add_argument(
@@ -210,7 +210,8 @@ def _add_prune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_model(parser: Parser) -> None:
     parser.add_argument(
-        "model", help="ORG/NAME of a Hugging Face hub, or hf://, s3://, gs://, oci://, https://"
+        "model",
+        help="ORG/NAME of a Hugging Face hub, ORG/NAME:QUANT for a GGUF file, or hf://, s3://, gs://, oci://, https://",
     )
     parser.add_argument("--revision", metavar="REV", default="", help="branch, tag, commit or digest")
 
@@ -260,10 +261,16 @@ def _pull(options: argparse.Namespace) -> int:
                 revision = _short(model.revision)
                 write_termination_message(f"{model.source} revision {revision}: {meter.outcome()}")
     model.close()
+    path = _served_path(uri, model.path)
     if options.link is not None:
-        _link(options.link, model.path)
-    print(model.path)
+        _link(options.link, path)
+    print(path)
     return OK
+
+
+def _served_path(uri: SourceUri, directory: Path) -> Path:
+    """Return what an engine is given: the model's directory, or its GGUF file."""
+    return stored_gguf(uri, directory) if uri.quantization else directory
 
 
 def _link(link: Path, target: Path) -> None:
@@ -309,7 +316,7 @@ def _path(options: argparse.Namespace) -> int:
     found = find_model(uri, download_dir=options.download_dir)
     if found is None:
         raise CommandError(f"{uri} is not in the store; `argosy models pull {uri}` fetches it")
-    print(found.path)
+    print(_served_path(uri, found.path))
     return OK
 
 

@@ -414,7 +414,7 @@ def root_of(args: EngineArgs) -> str:
     except FetchError:  # the load tells
         return _names(args)[0]
     if uri.scheme == "hf":
-        return uri.location
+        return uri.name.removeprefix("hf://")
     return _names(args)[0] if uri.is_remote else args.model
 
 

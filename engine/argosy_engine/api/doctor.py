@@ -22,6 +22,7 @@ from msgspec import Struct
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
+from argosy_engine.checkpoint.gguf_folder import stored_types
 from argosy_engine.checkpoint.model_folder import check_folder
 from argosy_engine.checkpoint.shards import checkpoint_elements, read_shards
 from argosy_engine.checkpoint.stored_tensors import (
@@ -107,7 +108,8 @@ class Diagnosis(Struct, kw_only=True):
     """How tool calls and reasoning are parsed, and what speaks against that, if the model generates and is on this
     machine."""
     weights: str | None = None
-    """In which schemes quantised weights are, what becomes of them at load and why, and their size in the files."""
+    """In which schemes quantised weights are, or which types those of a GGUF file have, what becomes of them at load
+    and why, and their size in the files."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -175,6 +177,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         source = find_tokenizer(tokenizer or path, args.tokenizer_mode) if has_tokenizer else None
         parsers = _parsers(args, path, source) if config.pooling is None and not is_remote(args) else None
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
+        types = stored_types(path) if has_weights else {}
         is_foreign, stored_bytes = isinstance(config, TransformersConfig), 0
         reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
@@ -219,6 +222,14 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         weights += f"; {size(stored_bytes)} in the files" if stored_bytes else ""
     elif args.quantization in INTEGER_BITS:
         weights = f"quantised to {args.quantization} as they are loaded, and multiplied as they are packed"
+    if types:
+        where = "on disk" if args.quantization else "on disk and in memory"
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in types.items())
+        told = (
+            f"GGUF weights {parts}: {size(sum(types.values()))} in the file, {size(stored_bytes)} {where}, "
+            f"because they are widened to {dtype}"
+        )
+        weights = told if weights is None else f"{told}; {weights}"
     diagnosis = Diagnosis(
         fits=False,
         model=args.canonical_name,

@@ -8,9 +8,9 @@ changed in them. Must not be imported by the engine: it imports transformers.
 
 Invariant: a key, a tensor or a value that is not known is refused by name: it may change what the model computes.
 
-WHAT is `all`, `headers` (weights are a hole in the file, for whoever reads headers only) or `no tokenizer`. Standard
-output has a line for each step: `of BYTES`, then `done BYTES`. Exit codes: 0 it is written; 2 it is refused, and the
-last line of standard error says why.
+WHAT is `all`, `headers` (weights are a hole in the file, for whoever reads headers only, and gguf.json says which types
+they have), `no tokenizer`, or `headers, no tokenizer`. Standard output has a line for each step: `of BYTES`, then
+`done BYTES`. Exit codes: 0 it is written; 2 it is refused, and the last line of standard error says why.
 """
 
 from __future__ import annotations
@@ -605,6 +605,15 @@ def _first(tokenizer: Any) -> int:
     return int(tokenizer.backend_tokenizer.encode("a").ids[0])
 
 
+def _types(file: _File) -> dict[str, int]:
+    """Return each type of tensors with the bytes that it has in the file, the largest first."""
+    found: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        name = tensor.tensor_type.name
+        found[name] = found.get(name, 0) + int(tensor.n_bytes)
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
 def main() -> int:
     """Converts a file."""
     path, folder, dtype, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -614,9 +623,12 @@ def main() -> int:
         targets = _targets(file, config)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         _write_ends(file, folder)
-        if what != "no tokenizer":
+        if "no tokenizer" not in what:
             _write_tokenizer(file, path, folder)
-        _write_weights(file, targets, folder / "model.safetensors", dtype, has_data=what != "headers")
+        has_data = "headers" not in what
+        _write_weights(file, targets, folder / "model.safetensors", dtype, has_data=has_data)
+        if not has_data:
+            (folder / "gguf.json").write_text(json.dumps(_types(file)))
     except NotConvertible as refused:
         print(refused, file=sys.stderr)
         return 2

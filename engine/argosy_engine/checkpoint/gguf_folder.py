@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from argosy_engine.checkpoint.fingerprint import SAMPLE_BYTES, sample_offsets
 from argosy_engine.errors import ConfigError, installation
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
@@ -33,6 +35,7 @@ _FORM = "2"
 _KEPT = 4
 """Conversions that are kept; the ones that were not used for longest are removed."""
 _NUM_SAMPLES = 1024
+_TYPES = "gguf.json"
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SUFFIX = ".gguf"
 
@@ -92,14 +95,27 @@ def gguf_folder(
     return folder
 
 
-def write_gguf_headers(file: Path, folder: Path, dtype: str) -> None:
-    """Write what `gguf_folder` has into an empty folder, except for the data of the weights, which is a hole.
+def write_gguf_headers(file: Path, folder: Path, dtype: str, *, has_tokenizer: bool = True) -> None:
+    """Write what `gguf_folder` has into an empty folder, except for the data of the weights, which is a hole; and what
+    `stored_types` reads. Of the file, only the header and rope_freqs.weight are read.
+
+    Args:
+        has_tokenizer: as in `gguf_folder`.
 
     Raises:
         ConfigError: the file is refused, or a library is missing.
     """
     _check_libraries(file)
-    _convert(file, folder, dtype, "headers", _ignore, None)
+    _convert(file, folder, dtype, "headers" if has_tokenizer else "headers, no tokenizer", _ignore, None)
+
+
+def stored_types(folder: Path) -> dict[str, int]:
+    """Return the types of a GGUF file's weights with the bytes that each has in the file, from a folder of
+    `write_gguf_headers`; empty if the folder is another."""
+    try:
+        return msgspec.json.decode((folder / _TYPES).read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.MsgspecError):
+        return {}
 
 
 def _check_libraries(file: Path) -> None:
@@ -177,7 +193,7 @@ def _convert(
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled
                 kind, _, count = line.partition(" ")
-                if kind == "of" and what != "headers":
+                if kind == "of" and "headers" not in what:
                     total = int(count)
                     _check_room(file, folder, total)
                     note(f"{file.name} is widened to {dtype}, once: {size_text(total)} in {folder.parent}")

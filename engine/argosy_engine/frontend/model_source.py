@@ -9,10 +9,11 @@ are `argosy_fetcher.pull`'s. Invariant: a model that the engine does not serve i
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,6 +33,7 @@ from argosy_fetcher.source_uri import SourceUri, from_argument
 
 if TYPE_CHECKING:
     from argosy_fetcher.pull import PulledModel
+    from argosy_fetcher.store_index import StoredModel
 
 T = TypeVar("T")
 
@@ -67,9 +69,9 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
         yield _checked(args)
         return
     with display or progress_display() as progress:
-        model = _pull(uri, args, progress)
+        model, folder = _pull(uri, args, progress)
     try:
-        yield _checked(_localized(args, model.path))
+        yield _checked(_localized(args, folder))
     finally:
         model.close()
 
@@ -90,9 +92,10 @@ async def local_model_async(
         yield _checked(args)
         return
     with display or progress_display() as progress:
-        model = await _in_daemon_thread(partial(_pull, uri, args, progress), lambda pulled: pulled.close())
+        pull = partial(_pull, uri, args, progress)
+        model, folder = await _in_daemon_thread(pull, lambda pulled: pulled[0].close())
     try:
-        yield _checked(_localized(args, model.path))
+        yield _checked(_localized(args, folder))
     finally:
         model.close()
 
@@ -115,7 +118,7 @@ def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> I
     uri = _uri(args)
     if (file := gguf_file(args.model)) is not None:
         with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
-            write_gguf_headers(file, Path(directory), _stored_dtype(args))
+            _write_headers(file, args, Path(directory))
             yield Path(directory)
         return
     if not uri.is_remote:
@@ -125,15 +128,45 @@ def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> I
 
     with _fetch_errors():
         stored = find_model(uri, download_dir=args.download_dir)
-    if stored is not None:
+    if stored is not None and not uri.quantization:
         with hold_stored_model(stored.path) or nullcontext():
             yield stored.path
         return
     with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
-        with _fetch_errors(), display or progress_display() as progress:
-            check = partial(check_fetched_config, uri.name, use=args.model_use)
-            pull_headers(uri, Path(directory), progress=progress, check_config=check)
+        with display or progress_display() as progress:
+            if uri.quantization:
+                _write_remote_gguf_headers(uri, stored, args, Path(directory), progress)
+            else:
+                check = partial(check_fetched_config, uri.name, use=args.model_use)
+                with _fetch_errors():
+                    pull_headers(uri, Path(directory), progress=progress, check_config=check)
         yield Path(directory)
+
+
+def _write_remote_gguf_headers(
+    uri: SourceUri, stored: StoredModel | None, args: EngineArgs, folder: Path, progress: Progress
+) -> None:
+    """Write the headers of a hub's GGUF file, of which its own header is all that is fetched.
+
+    Raises:
+        ConfigError, FetchFailed: as `local_model`.
+    """
+    from argosy_fetcher.pull import pull_headers, stored_gguf
+
+    with ExitStack() as held:
+        with _fetch_errors():
+            if stored is None:
+                path = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="argosy-headers-")))
+                pull_headers(uri, path, progress=progress)
+            else:
+                path = stored.path
+                held.enter_context(hold_stored_model(path) or nullcontext())
+            file = stored_gguf(uri, path)
+        _write_headers(file, args, folder)
+
+
+def _write_headers(file: Path, args: EngineArgs, folder: Path) -> None:
+    write_gguf_headers(file, folder, _stored_dtype(args), has_tokenizer=args.tokenizer_path is None)
 
 
 def _uri(args: EngineArgs) -> SourceUri:
@@ -154,11 +187,18 @@ def _uri(args: EngineArgs) -> SourceUri:
 
 def _pull(
     uri: SourceUri, args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
-) -> PulledModel:
-    from argosy_fetcher.pull import pull_model
+) -> tuple[PulledModel, Path]:
+    """Return the model, to be closed, and the folder that is loaded: its own, or that of its widened GGUF file."""
+    from argosy_fetcher.pull import find_model, is_offline, pull_model, stored_gguf
 
+    if uri.quantization and not is_offline(os.environ):
+        with _fetch_errors():
+            stored = find_model(uri, download_dir=args.download_dir)
+        if stored is None:  # refused now, if at all
+            with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
+                _write_remote_gguf_headers(uri, None, args, Path(directory), progress)
     with _fetch_errors():
-        return pull_model(
+        model = pull_model(
             uri,
             progress=progress,
             download_dir=args.download_dir,
@@ -166,6 +206,15 @@ def _pull(
             has_weights=args.load_format != "dummy",
             cancelled=cancelled,
         )
+    if not uri.quantization:
+        return model, model.path
+    try:
+        with _fetch_errors():
+            file = stored_gguf(uri, model.path)
+        return model, _widen(file, args, progress, cancelled)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _localized(args: EngineArgs, path: Path) -> EngineArgs:

@@ -1,4 +1,4 @@
-"""HubSource: models on a Hugging Face hub or a mirror of one, `hf://ORG/NAME[@REVISION]`.
+"""HubSource: models on a Hugging Face hub or a mirror of one, `hf://ORG/NAME[:QUANT][@REVISION]`.
 
 Owns the list of a model's files at one commit, reads of ranges of their content, and what a hub's refusals mean. Must
 not know stores, retries or which files are served. Invariants: every read is of the commit that `snapshot` returned;
@@ -81,7 +81,7 @@ class HubSource:
         self._revision = uri.revision
         self._credentials = credentials
         self._endpoint = endpoint(credentials)
-        self._name = hub_source_name(uri.location, credentials)
+        self._name = hub_source_name(uri.name, credentials)
         self._model = HubModel(str(self._endpoint), self._repo_id, self._revision, None)
         self._commit = ""
         self._client: HubClient | None = None

@@ -94,7 +94,7 @@ def name_in_store(uri: SourceUri, environment: Mapping[str, str] | None = None) 
     """
     if uri.scheme == "hf":
         credentials = load_credentials(environment)
-        return hub_source_name(uri.location, credentials), uri.revision
+        return hub_source_name(uri.name, credentials), uri.revision
     if uri.scheme in ("https", "http"):
         return uri.name, ""
     if uri.scheme == "oci":
@@ -216,14 +216,17 @@ def hub_address(credentials: Mapping[str, str]) -> str:
     return f"{url.scheme}://{url.netloc.lower()}{url.path}"
 
 
-def hub_source_name(repo_id: str, credentials: Mapping[str, str]) -> str:
+def hub_source_name(name: str, credentials: Mapping[str, str]) -> str:
     """Return the name of a repository's source. Repositories of one name on two hubs are two sources.
+
+    Args:
+        name: `SourceUri.name`.
 
     Raises:
         InvalidSource: as `hub_address`.
     """
     address = hub_address(credentials)
-    return f"hf://{repo_id}" + ("" if address == DEFAULT_ENDPOINT else f"?endpoint={address}")
+    return name + ("" if address == DEFAULT_ENDPOINT else f"?endpoint={address}")
 
 
 def bucket_name(uri: SourceUri, credentials: Mapping[str, str]) -> str:
