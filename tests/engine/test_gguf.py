@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import struct
 import re
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -71,7 +71,8 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
     with display or progress_display() as progress:
         model, folder = _pull(uri, args, progress)
     try:
-        yield _checked(_localized(args, folder))
+        with nullcontext() if folder == model.path else hold_folder(folder):
+            yield _checked(_localized(args, folder))
     finally:
         model.close()
 
@@ -95,7 +96,8 @@ async def local_model_async(
         pull = partial(_pull, uri, args, progress)
         model, folder = await _in_daemon_thread(pull, lambda pulled: pulled[0].close())
     try:
-        yield _checked(_localized(args, folder))
+        with nullcontext() if folder == model.path else hold_folder(folder):
+            yield _checked(_localized(args, folder))
     finally:
         model.close()
 
