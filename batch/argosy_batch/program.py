@@ -78,6 +78,7 @@ LIMITS: Final = HttpLimits(
     min_body_rate=0,  # an upload comes as slowly as the router's client sends it
     write_stall_s=600.0,  # a file is read as slowly as that
     max_silent=1024,
+    slow_are_kept=True,
 )
 """Bounds of the connections of routers."""
 

@@ -215,6 +215,15 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 """h11's and vLLM's limit; the router forwards at most 100 headers and adds a few."""
 
+MAX_PIPELINED = 16
+"""Requests that wait behind the one that is being answered; uvicorn takes all that come in one read, and a read more
+each answer. Of a client that sends more ahead the last of these is the last one on its connection."""
+
+MAX_PIECES = 4096
+PIECE_BYTES = 256
+"""Chunks of a body that come together, and one more for each so many bytes. Each takes a microsecond and more, and uvloop
+reads 32 times 256 KiB of a connection in one turn."""
+
 GRACE_S = 0.1
 """Time granted after a deadline: several turns of the event loop."""
 
@@ -247,6 +256,8 @@ class HttpLimits:
     max_silent: int | None = None
     """Limit on a server's connections on which no whole request is being answered to a client that reads; beyond it the
     one that has been silent for longest is cut. None: no limit."""
+    slow_are_kept: bool = False
+    """Whether connections do not count as silent whose body comes, or whose answer is read, slowly."""
 
 
 class _Refused(Exception):
@@ -297,6 +308,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._period_bytes = 0
         """Bytes of the body received in the current period."""
+        self._pieces_left = 0.0
+        """Further chunks that may come together with others."""
+        self._is_first_piece = True
+        """Whether no part of a body was in the current read yet."""
         self._deadline: asyncio.TimerHandle | None = None
         self._is_parsing = False
         """Whether a read is being parsed, during which the deadline changes several times. It starts after that."""
@@ -357,7 +372,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._lingering.abort()
             return
         self._untold_bytes += len(data)
-        self._is_parsing = True
+        self._is_parsing = self._is_first_piece = True
         if self._deadline is None:
             self._expect_head()
         try:
@@ -383,6 +398,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._head_bytes = self._num_headers = self._num_hosts = self._unwanted_bytes = 0
         self._is_in_head = True
+        self._unset_keepalive_if_required()  # set by a body that ended behind its answer, in the same read
         super().on_message_begin()
         self._expect_head()
         self._note_silence(from_now=True)
@@ -403,6 +419,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._requests.offers_upgrade:
             return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(BadRequest("too many requests were sent ahead"))
         if self.parser.should_upgrade():
             self._stop(BadRequest("CONNECT is not supported"))
         version = self.parser.get_http_version()
@@ -423,7 +441,9 @@ class BoundedProtocol(HttpToolsProtocol):
         offer_client_connection(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
+        self._pieces_left = float(MAX_PIECES)
         self._expect_body()
+        self._note_silence()
 
     def on_response_complete(self) -> None:
         if self.pipeline:
@@ -434,6 +454,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
         self._period_bytes += len(body)
+        if not self._is_first_piece:
+            self._pieces_left += len(body) / PIECE_BYTES - 1
+            if self._pieces_left < 0:
+                self._stop(BadRequest("the body comes in too many small chunks"))
+        self._is_first_piece = False
         if self.cycle.response_complete:
             self._unwanted_bytes += len(body)
             if self._unwanted_bytes > self.limits.unwanted_bytes:
@@ -466,9 +491,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         if self.limits.max_silent is None:
             return
-        is_whole = not (self._is_in_head or self._is_in_body)
+        is_whole = not self._is_in_head and (self.limits.slow_are_kept or not self._is_in_body)
         is_answering = is_whole and self.cycle is not None and not self.cycle.response_complete
-        is_silent = not self._is_lost and (not is_answering or self.flow.write_paused)
+        is_slow = self.flow.write_paused and not self.limits.slow_are_kept
+        is_silent = not self._is_lost and (not is_answering or is_slow)
         if from_now or not is_silent:
             self.silent.pop(self, None)
         if is_silent:
@@ -569,6 +595,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         if self.transport.is_closing():
             return
+        if self._is_in_body and self.pipeline:  # it waits behind an answer, which goes on
+            self.pipeline.popleft()
+            before = self.pipeline[0][0] if self.pipeline else self._running
+            assert before is not None  # the pipeline waits for it
+            self.cycle = before
+            self._is_in_body = False
         cycle = self.cycle
         is_own = self._is_in_body and cycle is not None  # the application has only a part of the request
         if not is_own and cycle is not None and not cycle.response_complete:

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from argosy_batch import program
 from argosy_http.bounded_protocol import GRACE_S, BoundedProtocol, HttpLimits
 
 HEADERS_S, BODY_S, RATE, KEEP_ALIVE_S = 10.0, 30.0, 100, 75
@@ -423,3 +424,88 @@ async def test_reading_resumes_after_a_pause_for_an_application_that_reads_nothi
 async def test_a_connection_is_closed_at_once_where_nothing_is_owed(client: Connection) -> None:
     await client.send(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n")
     assert (client.status, client.wire.is_gone) == (200, True)
+
+
+async def test_an_unread_body_s_end_does_not_end_the_answer_behind_it(client: Connection) -> None:
+    """The end and the next request come in one read."""
+    application = client.protocol.app
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        client.protocol.app = application
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    client.protocol.app = refuse  # type: ignore[assignment]
+    await client.send(HEAD + b"content-length: 3\r\n\r\nx")
+    assert client.status == 401
+    client.may_answer.clear()
+    await client.send(b"xx" + HEAD + b"content-length: 0\r\n\r\n")
+    await client.clock.advance(KEEP_ALIVE_S + 1)
+    assert not client.wire.is_closed
+    client.may_answer.set()
+    await settle()
+    assert client.status == 200
+
+
+@pytest.mark.parametrize("sent", [1000, 100_000])
+async def test_requests_that_are_sent_ahead_are_bounded(client: Connection, sent: int) -> None:
+    client.may_answer.clear()
+    await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * sent)
+    assert len(client.protocol.pipeline) <= 16
+    client.may_answer.set()
+    for _ in range(20):
+        await settle()
+    assert client.wire.written.count(b" 200 OK") == 17
+    assert client.wire.is_closed
+
+
+@pytest.mark.parametrize("behind", [b"zz\r\n", b""])
+async def test_what_follows_a_request_does_not_break_into_its_answer(
+    client: Connection, behind: bytes
+) -> None:
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await client.may_answer.wait()
+        await send({"type": "http.response.body", "body": b"last"})
+
+    client.protocol.app = stream  # type: ignore[assignment]
+    client.may_answer.clear()
+    await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + behind)
+    client.protocol.flow.resume_reading()  # as the application does when it watches
+    await client.clock.advance(60.0)
+    client.may_answer.set()
+    await settle()
+    assert client.wire.written.endswith(b"5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n")
+    assert client.wire.is_closed
+
+
+async def test_uploads_and_downloads_of_batches_do_not_give_way_to_connections_that_say_nothing() -> None:
+    class Batch(BoundedProtocol):
+        limits = replace(program.LIMITS, max_silent=3)
+
+    limited = Batch.for_server()
+    upload, download = Connection(limited), Connection(limited)
+    await upload.send(HEAD + b"content-length: 1000\r\n\r\nx")
+    download.may_answer.clear()
+    await download.send(HEAD + b"content-length: 0\r\n\r\n")
+    download.protocol.pause_writing()
+    silent = [Connection(limited) for _ in range(4)]
+    assert [each.wire.is_gone for each in (upload, download, *silent)] == [False] * 2 + [True] + [False] * 3
+    for each in (upload, download, *silent):
+        each.may_answer.set()
+        each.protocol.connection_lost(None)
+    await settle()
+    assert not limited.silent
+
+
+async def test_a_body_of_tiny_chunks_is_refused(client: Connection) -> None:
+    """Each costs as much as a large one, also behind an answer."""
+    await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 4000)
+    assert not client.wire.is_closed
+    for _ in range(100):
+        await client.send(b"100\r\n" + b"a" * 256 + b"\r\n")
+    assert not client.wire.is_closed
+    await client.send(b"1\r\na\r\n" * 200)
+    assert (client.status, client.wire.is_closed) == (400, True)

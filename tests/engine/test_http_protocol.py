@@ -97,8 +97,11 @@ async def test_a_trailer_without_end_is_refused() -> None:
         (HEAD + b"x: " + BIG[: MAX_HEAD_BYTES // 2] + b"\r\ncontent-length: 0\r\n\r\n", 0),
         (HEAD + b"content-length: %d\r\n\r\n" % (4 * MAX_HEAD_BYTES) + 4 * BIG, 4 * MAX_HEAD_BYTES),
         (
-            HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * MAX_HEAD_BYTES + b"0\r\n\r\n",
-            MAX_HEAD_BYTES,
+            HEAD
+            + b"transfer-encoding: chunked\r\n\r\n"
+            + (b"14\r\n" + b"a" * 20 + b"\r\n") * 4000
+            + b"0\r\n\r\n",
+            80_000,
         ),
     ],
 )

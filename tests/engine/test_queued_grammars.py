@@ -332,3 +332,56 @@ def test_grammars_of_running_requests_have_a_bound(monkeypatch: pytest.MonkeyPat
         assert held.all.bytes.total <= 800
     assert {rig.ended[name].finish_reason for name in (*names, "b")} == {FinishReason.STOP}
     assert held.all.bytes.total == 0
+
+
+def test_usual_grammars_that_always_wait_do_not_keep_others_out() -> None:
+    held = HeldGrammars(max_waiting_bytes=100)
+    assert held.admit("0", "a", spec("usual"), 40)
+    assert not held.admit("large", "b", spec("large"), 80)
+    assert not held.admit("small", "c", spec("small"), 1), "those that wait are not overtaken"
+    resumed, number = list[str](), 0
+    for number in range(1, 20):
+        held.admit(str(number), "a", spec("usual"), 40)
+        held.start(str(number - 1))
+        while (request_id := held.resume()) is not None:
+            resumed.append(request_id)
+    assert resumed[:2] == ["large", "small"]
+
+
+def test_a_request_that_has_waited_for_room_may_wait_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Core(monkeypatch)
+    rig.add("a", "b", "c", "d")
+    rig.step()
+    core, now = rig.core, 1000.0
+    assert core.structured.is_deferred("d")
+    core.watchdog = Watchdog(30.0, lambda: now)
+    for _ in range(20):
+        now += 5.0
+        core.tick()
+        rig.core.scheduler.requests["a"].num_preemptions += 1  # not stalled
+        rig.core.scheduler.requests["b"].num_preemptions += 1
+        rig.core.scheduler.requests["c"].num_preemptions += 1
+    core.abort_requests(["b"])
+    assert not core.structured.is_deferred("d"), "it is compiled again"
+    now += 5.0
+    core.tick()
+    assert "d" in core.scheduler.requests
+
+
+def test_ever_more_urgent_requests_of_a_tenant_do_not_find_the_queue_empty() -> None:
+    class Backend:
+        def new_compilation(self):
+            return self
+
+        def warm_up(self): ...
+        def kill(self): ...
+        def close(self): ...
+
+    queue = CompileQueue(Backend(), num_threads=1, start_thread=lambda run: None)
+    refused = []
+    for number in range(2000):
+        queue.submit(str(number), spec(str(number)), refused.append, "a", 5000 - number)
+    assert queue.num_queued <= 768
+    assert len(refused) >= 900
+    queue.submit("b", spec("b"), refused.append, "b", 5000)
+    assert "b" in queue._job_of

@@ -130,6 +130,12 @@ class Watchdog:
             return []
         return [request.request_id for request, mark in standing if mark.still_s >= self.timeout_s]
 
+    def excuse(self, request_id: str) -> None:
+        """Begin to count anew for a request that waits for others."""
+        mark = self._marks.get(request_id)
+        if mark is not None:
+            mark.still_s = 0.0
+
     def forget(self) -> None:
         """Drop the marks: no request is left. Otherwise those of the last check would stay until the next one."""
         self._marks = {}
@@ -550,7 +556,11 @@ class EngineCore:
     def _fail_stalled(self) -> None:
         """Fail the requests that the watchdog reports as stalled."""
         checked = self.watchdog.check(self.scheduler.requests.values(), self._num_computed)
-        stalled = [request_id for request_id in checked if not self.structured.is_deferred(request_id)]
+        blocked = self.scheduler.blocked
+        deferred = {request_id for request_id in blocked if self.structured.is_deferred(request_id)}
+        for request_id in deferred:  # it needs time to be compiled once it has room
+            self.watchdog.excuse(request_id)
+        stalled = [request_id for request_id in checked if request_id not in deferred]
         if not stalled:
             return
         self._num_stalled += len(stalled)
