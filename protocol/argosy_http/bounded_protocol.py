@@ -221,8 +221,8 @@ each answer. Of a client that sends more ahead the last of these is the last one
 
 MAX_PIECES = 4096
 PIECE_BYTES = 256
-"""Chunks of a body that come together, and one more for each so many bytes. Each takes a microsecond and more, and uvloop
-reads 32 times 256 KiB of a connection in one turn."""
+"""Chunks of a body that come together, and one more for each so many bytes. Each takes a microsecond and more, and
+uvloop reads 32 times 256 KiB of a connection in one turn."""
 
 GRACE_S = 0.1
 """Time granted after a deadline: several turns of the event loop."""
