@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from argosy_engine.api.doctor import diagnose
+from argosy_engine.attention import cpu_attn
 from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
@@ -34,7 +36,8 @@ from argosy_engine.model_configs.quantization_formats import parse_quantization
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.native.library import Kernels, QuantizedWeight, kernels
+from argosy_engine.native.library import Kernels, PackedLinear, QuantizedWeight, kernels
+from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from argosy_engine.sizing.resources import DeviceMemory
 from argosy_engine.worker.worker import Worker
 from packed_checkpoints import FORMATS, Format, gptq, gptq_config, pack_checkpoint
@@ -64,9 +67,9 @@ def widens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IntegerProduct, "_fused", lambda *_: None)
 
 
-def write(path: Path, form: str, model_type: str = "llama") -> torch.nn.Module:
+def write(path: Path, form: str, model_type: str = "llama", **fields: Any) -> torch.nn.Module:
     """Write a quantised checkpoint; return transformers' model of what its numbers stand for."""
-    write_checkpoint(model_type, path, **MODELS[model_type])
+    write_checkpoint(model_type, path, **MODELS[model_type], **fields)
     pack_checkpoint(path, form)
     model = AutoModelForCausalLM.from_pretrained(
         path / "widened", dtype=torch.float32, attn_implementation="eager"
@@ -143,10 +146,21 @@ def test_integers_are_multiplied_as_they_are_packed(
 
 @needs_kernels
 @pytest.mark.parametrize("form", ["gptq-4-order", "gptq-8", "pack-4-asym", "int-8", "auto-round-awq"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_greedy_tokens_of_packed_weights(model_type: str, form: str, tmp_path: Path) -> None:
-    """They are those of the dequantised model in transformers, in every batch."""
-    assert served(write(tmp_path, form, model_type), tmp_path)[:2] == ("served", "")
+@pytest.mark.parametrize(("model_type", "head_dim"), [("llama", 24), ("llama", 32), ("qwen3_moe", 16)])
+def test_greedy_tokens_of_packed_weights(
+    model_type: str, head_dim: int, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the dequantised model in transformers, in every batch, also where all layers are one call."""
+    fused: list[int] = []
+    call = cpu_attn.NativeDecoder.__call__
+
+    def counted(self: cpu_attn.NativeDecoder, x: torch.Tensor, meta: Any) -> torch.Tensor:
+        fused.append(len(x))
+        return call(self, x, meta)
+
+    monkeypatch.setattr(cpu_attn.NativeDecoder, "__call__", counted)
+    assert served(write(tmp_path, form, model_type, head_dim=head_dim), tmp_path)[:2] == ("served", "")
+    assert bool(fused) == (head_dim == 32)
 
 
 QKV = {f"model.layers.0.self_attn.{each}_proj": size for each, size in (("q", 64), ("k", 32), ("v", 32))}
@@ -191,6 +205,27 @@ def test_what_the_kernels_do_not_take_is_widened_and_the_reason_is_said(
         parse_quantization({"quantization_config": FORMATS["gptq-4"].config}, {}), "float32", None, refusal
     )
     assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["gptq-4-order", "gptq-8", "awq", "pack-4-asym", "int-8"])
+def test_the_estimate_is_what_packed_weights_take(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, form, hidden_size=256, intermediate_size=512, head_dim=64)
+    taken: list[int] = []
+    make = PackedLinear.__init__
+
+    def counted(self: PackedLinear, struct: Any, *kept: torch.Tensor | None) -> None:
+        taken.append(sum(each.nbytes for each in kept if each is not None))
+        make(self, struct, *kept)
+
+    monkeypatch.setattr(PackedLinear, "__init__", counted)
+    logits_of(tmp_path)
+    config = load_model_config(tmp_path)
+    estimate = estimate_weights(config, checkpoint_elements(tmp_path), 4, "cpu", keeps_integers=True)
+    embedding = config.vocab_size * config.hidden_size * 4
+    assert abs(estimate - embedding - sum(taken)) < 0.03 * estimate
 
 
 @needs_kernels
