@@ -39,7 +39,7 @@ from argosy_engine.models.config_file import load_model_config
 from argosy_engine.native.library import Kernels, PackedLinear, QuantizedWeight, kernels
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from argosy_engine.sizing.resources import DeviceMemory
-from argosy_engine.worker.worker import Worker
+from argosy_engine.worker import worker
 from packed_checkpoints import FORMATS, Format, gptq, gptq_config, pack_checkpoint
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
@@ -64,7 +64,8 @@ PACKED = {
 @pytest.fixture
 def widens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widens all weights, as where the kernels do not take them."""
-    monkeypatch.setattr(IntegerProduct, "_fused", lambda *_: None)
+    for name in ("linear", "gated"):
+        monkeypatch.setattr(IntegerProduct, name, lambda *_: None)
 
 
 def write(path: Path, form: str, model_type: str = "llama", **fields: Any) -> torch.nn.Module:
@@ -244,7 +245,7 @@ def test_the_fingerprint_tells_packed_from_widened(tmp_path: Path, monkeypatch: 
     found = []
     for keeps in (True, True, False):
         if not keeps:
-            monkeypatch.setattr(Worker, "_keeps_integers", lambda _: False)
+            monkeypatch.setattr(worker, "keeps_integers", lambda *_: False)
         with closing(InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))) as client:
             found.append(client.config.model_fingerprint)
     assert found[0] == found[1] != found[2]
