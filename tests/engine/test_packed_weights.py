@@ -229,6 +229,18 @@ def test_the_estimate_is_what_packed_weights_take(
     assert abs(estimate - embedding - sum(taken)) < 0.03 * estimate
 
 
+def test_reasons_are_those_of_the_device() -> None:
+    def told(form: str, refusal: str | None, integer_refusal: str | None) -> str:
+        config = parse_quantization({"quantization_config": FORMATS[form].config}, {})
+        return what_becomes(config, "bfloat16", refusal, integer_refusal).partition("because ")[2]
+
+    gpu = no_integer_product("cuda", has_kernels=False)
+    for form in ("gptq-4", "gptq-3", "bnb-nf4", "modelopt-nvfp4"):
+        assert told(form, None, gpu) == "no kernel multiplies by them as they are"
+    assert told("gptq-3", "no FP8", None) == "the CPU kernels multiply by 4 and 8 bits, not by 3"
+    assert told("gptq-4", "no FP8", None) == ""
+
+
 @needs_kernels
 def test_unlike_parts_are_widened_and_a_line_of_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -33,6 +33,7 @@ INTEGER_BITS = {"int8": 8, "int4": 4}
 PACKED_SCHEMES = (GptqScheme, AwqScheme, PackedIntScheme, IntScheme, Bnb8Scheme)
 """Integers, by which the CPU kernels multiply as they are packed (`no_packed_product`)."""
 
+_NO_KERNEL = "no kernel multiplies by them as they are"
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
 _MAX_PATTERNS = 256
@@ -245,7 +246,7 @@ def no_packed_product(scheme: Scheme) -> str | None:
     """Return why the CPU kernels do not multiply by weights of a scheme as they are packed, or None. A layer may have
     to be widened all the same (`layers.linear_method.IntegerProduct`)."""
     if not isinstance(scheme, PACKED_SCHEMES):
-        return "no CPU kernel multiplies by them as they are"
+        return _NO_KERNEL
     if (
         isinstance(scheme, GptqScheme | AwqScheme | PackedIntScheme)
         and scheme.bits not in INTEGER_BITS.values()
@@ -260,7 +261,7 @@ def no_packed_product(scheme: Scheme) -> str | None:
 def no_integer_product(device: str, *, has_kernels: bool) -> str | None:
     """Return why a device does not multiply by integers as they are packed, or None."""
     if device != "cpu":
-        return "no kernel multiplies by them as they are"
+        return _NO_KERNEL
     return None if has_kernels else "the CPU kernels are off or do not run here"
 
 
@@ -316,11 +317,13 @@ def what_becomes(
             return f"{forms}: {kept}"
         return "; ".join([f"{forms}: {kept}, where fused projections have equal groups", *ends])
     if not found.has_fp8 or refusal is not None:
-        reason = refusal
-        if not found.has_fp8:
-            is_integer = found.has_packed and integer_refusal is not None
-            others = (no_packed_product(each) for each in schemes)
-            reason = integer_refusal if is_integer else next(each for each in others if each is not None)
+        reason: str | None = _NO_KERNEL
+        if found.has_fp8:
+            reason = refusal
+        elif found.has_packed:
+            reason = integer_refusal
+        elif integer_refusal is None and len(schemes) == 1:
+            reason = no_packed_product(schemes[0])
         return f"{forms}: {widened}, because {reason}"
     if all(map(is_multiplied, schemes)):
         return f"{forms}: multiplied in FP8"
