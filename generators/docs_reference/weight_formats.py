@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy_engine.model_configs.quantization_config import is_multiplied
+from argosy_engine.model_configs.quantization_config import PACKED_SCHEMES, is_multiplied
 from argosy_engine.model_configs.weight_schemes import SCHEMES, Fp8Scheme
 
 _START, _END = "<!-- weight formats: start -->", "<!-- weight formats: end -->"
@@ -21,7 +21,10 @@ def with_table(text: str) -> str:
         raise ValueError(f"the page lacks {_START} or {_END}")
     rows = []
     for scheme in SCHEMES:
-        is_kept = scheme is Fp8Scheme and is_multiplied(Fp8Scheme())
-        computed = "in FP8 on [GPUs that can](gpu.md#fp8), else widened" if is_kept else "widened"
+        computed = "widened"
+        if scheme is Fp8Scheme and is_multiplied(Fp8Scheme()):
+            computed = "in FP8 on [GPUs that can](gpu.md#fp8), else widened"
+        elif scheme in PACKED_SCHEMES:
+            computed = "4 and 8 bits [as packed on CPUs](#as-packed-on-cpus), else widened"
         rows.append(f"| {scheme.title} | {scheme.sources} | {scheme.reads} | {computed} |")
     return "\n".join([before + _START, *_HEAD, *rows, _END + after])

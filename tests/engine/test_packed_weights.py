@@ -17,30 +17,60 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from argosy_engine.api.doctor import diagnose
+from argosy_engine.attention import cpu_attn
 from argosy_engine.checkpoint.model_folder import resolve_model
+from argosy_engine.checkpoint.shards import checkpoint_elements
 from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
-from argosy_engine.layers.linear_method import LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.linear import Linear, LinearSpec
+from argosy_engine.layers.linear_method import IntegerProduct, LinearMethod, SchemeLinearMethod
+from argosy_engine.model_configs.quantization_config import (
+    QuantizationConfig,
+    no_integer_product,
+    what_becomes,
+)
+from argosy_engine.model_configs.quantization_formats import parse_quantization
 from argosy_engine.model_configs.sharding import Sharding
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import load_model_config
+from argosy_engine.native.library import Kernels, PackedLinear, QuantizedWeight, kernels
+from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from argosy_engine.sizing.resources import DeviceMemory
-from packed_checkpoints import FORMATS, pack_checkpoint
+from argosy_engine.worker import worker
+from packed_checkpoints import FORMATS, Format, gptq, gptq_config, pack_checkpoint
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
 from transformers_checkpoints import write_checkpoint
 from transformers_sweep import EXACT, served
 
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no CPU kernels here")
 MODELS = {"llama": {}, "qwen3_moe": {"moe_intermediate_size": 64}, "arcee": {}}
 """The last runs on transformers' modelling code."""
 
 
-def write(path: Path, form: str, model_type: str = "llama") -> torch.nn.Module:
+PACKED = {
+    form
+    for form in FORMATS
+    if form.startswith(
+        ("gptq-4", "gptq-8", "gptq-dynamic", "awq", "pack-", "int-8", "mixed", "auto", "bnb-int8")
+    )
+}
+"""Formats of which the CPU kernels multiply weights as they are packed."""
+
+
+@pytest.fixture
+def widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widens all weights, as where the kernels do not take them."""
+    for name in ("linear", "gated"):
+        monkeypatch.setattr(IntegerProduct, name, lambda *_: None)
+
+
+def write(path: Path, form: str, model_type: str = "llama", **fields: Any) -> torch.nn.Module:
     """Write a quantised checkpoint; return transformers' model of what its numbers stand for."""
-    write_checkpoint(model_type, path, **MODELS[model_type])
+    write_checkpoint(model_type, path, **MODELS[model_type], **fields)
     pack_checkpoint(path, form)
     model = AutoModelForCausalLM.from_pretrained(
         path / "widened", dtype=torch.float32, attn_implementation="eager"
@@ -49,6 +79,7 @@ def write(path: Path, form: str, model_type: str = "llama") -> torch.nn.Module:
     return reference
 
 
+@pytest.mark.usefixtures("widens")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_path: Path) -> None:
@@ -82,8 +113,158 @@ def test_greedy_tokens_are_those_of_transformers(form: str, model_type: str, tmp
     assert served(reference, tmp_path)[:2] == ("served", "")
 
 
+def load_quantization(path: Path) -> QuantizationConfig:
+    found = load_model_config(path).quantization
+    assert found is not None
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", sorted(PACKED))
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_integers_are_multiplied_as_they_are_packed(
+    model_type: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales multiply sums in float32, which is all that differs from widened weights; so do those of ranks."""
+    packed: list[int] = []
+    pack = Kernels.pack_quantized
+
+    def counted(self: Kernels, weight: QuantizedWeight, *args: Any, **flags: Any) -> Any:
+        packed.append(weight.bits)
+        return pack(self, weight, *args, **flags)
+
+    monkeypatch.setattr(Kernels, "pack_quantized", counted)
+    write(tmp_path, form, model_type)
+    exact = logits_of(tmp_path / "widened")
+    assert not packed
+    found = logits_of(tmp_path)
+    assert packed
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(found, exact)
+    ranks = run_threads(2, lambda group: logits_of(tmp_path, group, Sharding(group.rank, 2)))
+    torch.testing.assert_close(ranks[0], exact, atol=1e-4, rtol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["gptq-4-order", "gptq-8", "pack-4-asym", "int-8", "auto-round-awq"])
+@pytest.mark.parametrize(("model_type", "head_dim"), [("llama", 24), ("llama", 32), ("qwen3_moe", 16)])
+def test_greedy_tokens_of_packed_weights(
+    model_type: str, head_dim: int, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the dequantised model in transformers, in every batch, also where all layers are one call."""
+    fused: list[int] = []
+    call = cpu_attn.NativeDecoder.__call__
+
+    def counted(self: cpu_attn.NativeDecoder, x: torch.Tensor, meta: Any) -> torch.Tensor:
+        fused.append(len(x))
+        return call(self, x, meta)
+
+    monkeypatch.setattr(cpu_attn.NativeDecoder, "__call__", counted)
+    assert served(write(tmp_path, form, model_type, head_dim=head_dim), tmp_path)[:2] == ("served", "")
+    assert bool(fused) == (head_dim == 32)
+
+
+QKV = {f"model.layers.0.self_attn.{each}_proj": size for each, size in (("q", 64), ("k", 32), ("v", 32))}
+
+
+def load_fused(path: Path, parts: dict[str, int]) -> Linear:
+    weights = SafetensorsWeights(path, torch.float32, torch.device("cpu"), prefix="")
+    quantization = load_quantization(path).with_stored_layers(weights.names)
+    loaded = kernels()
+    assert loaded is not None
+    return SchemeLinearMethod(quantization, IntegerProduct(loaded)).load(weights, LinearSpec(parts, 64))
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", sorted(PACKED))
+def test_rows_do_not_depend_on_their_batch_and_parts_alike_are_one_product(form: str, tmp_path: Path) -> None:
+    write(tmp_path, form)
+    shapes = {
+        each.removesuffix(".weight"): len(tensor)
+        for each, tensor in load_file(tmp_path / "widened" / "model.safetensors").items()
+        if each.removesuffix(".weight") in QKV
+    }
+    layer = load_fused(tmp_path, {name: shapes[name] for name in QKV})
+    assert layer.packed is not None
+    assert bool(layer.packed.struct.bits) == (form not in ("mixed", "gptq-dynamic"))
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))
+    whole = layer(x)
+    for count in (1, 2, 3, 7, 16, 33, 97):
+        assert torch.equal(layer(x[:count]), whole[:count])
+
+
+@needs_kernels
+def test_what_the_kernels_do_not_take_is_widened_and_the_reason_is_said(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint("llama", tmp_path)
+    pack_checkpoint(tmp_path, Format(gptq_config(4, 4), gptq(4, 4)))
+    quantization = load_quantization(tmp_path)
+    assert "groups of a multiple of 8 inputs, not of 4" in what_becomes(quantization, "float32", None, None)
+    refusal = no_integer_product("cpu", has_kernels=False)
+    assert "the CPU kernels are off" in what_becomes(
+        parse_quantization({"quantization_config": FORMATS["gptq-4"].config}, {}), "float32", None, refusal
+    )
+    assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["gptq-4-order", "gptq-8", "awq", "pack-4-asym", "int-8"])
+def test_the_estimate_is_what_packed_weights_take(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, form, hidden_size=256, intermediate_size=512, head_dim=64)
+    taken: list[int] = []
+    make = PackedLinear.__init__
+
+    def counted(self: PackedLinear, struct: Any, *kept: torch.Tensor | None) -> None:
+        taken.append(sum(each.nbytes for each in kept if each is not None))
+        make(self, struct, *kept)
+
+    monkeypatch.setattr(PackedLinear, "__init__", counted)
+    logits_of(tmp_path)
+    config = load_model_config(tmp_path)
+    estimate = estimate_weights(config, checkpoint_elements(tmp_path), 4, "cpu", keeps_integers=True)
+    embedding = config.vocab_size * config.hidden_size * 4
+    assert abs(estimate - embedding - sum(taken)) < 0.03 * estimate
+
+
+def test_reasons_are_those_of_the_device() -> None:
+    def told(form: str, refusal: str | None, integer_refusal: str | None) -> str:
+        config = parse_quantization({"quantization_config": FORMATS[form].config}, {})
+        return what_becomes(config, "bfloat16", refusal, integer_refusal).partition("because ")[2]
+
+    gpu = no_integer_product("cuda", has_kernels=False)
+    for form in ("gptq-4", "gptq-3", "bnb-nf4", "modelopt-nvfp4"):
+        assert told(form, None, gpu) == "no kernel multiplies by them as they are"
+    assert told("gptq-3", "no FP8", None) == "the CPU kernels multiply by 4 and 8 bits, not by 3"
+    assert told("gptq-4", "no FP8", None) == ""
+
+
+@needs_kernels
+def test_unlike_parts_are_widened_and_a_line_of_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "mixed")
+    with caplog.at_level("INFO", logger="argosy.models"):
+        logits_of(tmp_path)
+    assert re.search("gate_proj is widened, and others may be: its parts differ", caplog.text)
+
+
+@needs_kernels
+def test_the_fingerprint_tells_packed_from_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "gptq-4")
+    found = []
+    for keeps in (True, True, False):
+        if not keeps:
+            monkeypatch.setattr(worker, "keeps_integers", lambda *_: False)
+        with closing(InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))) as client:
+            found.append(client.config.model_fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize("form", FORMATS)
-def test_doctor_says_what_becomes_of_the_weights_and_counts_them_widened(form: str, tmp_path: Path) -> None:
+def test_doctor_says_what_becomes_of_the_weights_and_counts_them_so(form: str, tmp_path: Path) -> None:
     write(tmp_path, form)
     tokenizer = (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
     found = []
@@ -93,17 +274,20 @@ def test_doctor_says_what_becomes_of_the_weights_and_counts_them_widened(form: s
         found.append(diagnose(EngineArgs.of(model=str(path), dtype="float32"), memory))
     assert all(each.budget is not None for each in found)
     quantised, plain = (each.budget.weights_bytes for each in found if each.budget is not None)
-    assert plain <= quantised <= 1.001 * plain
-    config = load_model_config(tmp_path).quantization
-    assert config is not None
+    if form in PACKED and not load_quantization(tmp_path).rules:
+        assert quantised < 0.8 * plain
+    else:
+        assert plain <= quantised <= 1.001 * plain
+    config = load_quantization(tmp_path)
     assert found[0].weights is not None
-    assert re.fullmatch(
-        rf"weights in .+ \({config.method}\): widened to float32 at load, because .+; .+ in the files",
-        found[0].weights,
-    )
+    becomes = "widened to float32 at load, because .+"
+    if form in PACKED:
+        becomes = "multiplied by the CPU kernels as they are packed(, where fused .+)?"
+    assert re.fullmatch(rf"weights in .+ \({config.method}\): {becomes}; .+ in the files", found[0].weights)
     assert found[1].weights is None
 
 
+@pytest.mark.usefixtures("widens")
 @pytest.mark.parametrize("form", ["gptq-4", "pack-8", "bnb-nf4"])
 def test_a_quantised_output_head(form: str, tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path, vocab_size=320)
@@ -295,6 +479,7 @@ def test_descriptions_that_do_not_fit_are_refused(
     assert re.search(message, refusal(tmp_path))
 
 
+@pytest.mark.usefixtures("widens")
 @pytest.mark.parametrize("model_type", ["llama", "arcee"])
 def test_biases_of_zeros_that_the_model_has_not_are_no_fault(model_type: str, tmp_path: Path) -> None:
     """AutoGPTQ once wrote them for every layer."""
@@ -312,6 +497,7 @@ def test_the_flag_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
         assert client.config.dtype == "float32"
 
 
+@pytest.mark.usefixtures("widens")
 def test_layers_that_are_left_out_by_an_expression_that_is_not_understood(tmp_path: Path) -> None:
     """The file tells them."""
     write(tmp_path, "gptq-dynamic")
@@ -323,6 +509,7 @@ def test_layers_that_are_left_out_by_an_expression_that_is_not_understood(tmp_pa
     assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
 
 
+@pytest.mark.usefixtures("widens")
 def test_zero_points_of_0_survive_the_first_format(tmp_path: Path) -> None:
     """GPTQModel subtracts 1 from each of a word by one subtraction, which borrows from the next."""
     write_checkpoint("llama", tmp_path)

@@ -50,7 +50,7 @@ def logits_of(
     )
     if not isinstance(config, TransformersConfig):  # whose names are not the checkpoint's
         planned = config
-        if load_format == "dummy" and config.quantization is not None and config.quantization.is_widened:
+        if load_format == "dummy" and config.quantization is not None and not config.quantization.has_fp8:
             planned = msgspec.structs.replace(config, quantization=None)
         if load_format != "dummy":
             planned = with_stored_layers(with_stored_experts(path, config), checkpoint_elements(path))

@@ -48,12 +48,14 @@ from argosy_engine.model_configs.quantization_config import (
     check_online_quantization,
     check_quantization,
     no_fp8_product,
+    no_integer_product,
     what_becomes,
 )
 from argosy_engine.model_configs.sharding import Stage, all_stages
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
+from argosy_engine.native.build import has_kernels
 from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_engine.sizing.kv_cache_sizing import (
@@ -218,7 +220,9 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     check_online_quantization(config.quantization, args.quantization, device.device, refusal)
     weights: str | None = None
     if config.quantization is not None:
-        weights = what_becomes(config.quantization, dtype, WIDENS if is_foreign else refusal)
+        integer_refusal = no_integer_product(device.device, has_kernels=has_kernels(dtype, device.device))
+        refusals = (WIDENS, WIDENS) if is_foreign else (refusal, integer_refusal)
+        weights = what_becomes(config.quantization, dtype, *refusals)
         weights += f"; {size(stored_bytes)} in the files" if stored_bytes else ""
     elif args.quantization in INTEGER_BITS:
         weights = f"quantised to {args.quantization} as they are loaded, and multiplied as they are packed"
@@ -299,7 +303,14 @@ def _stage_budget(
             state_itemsize=itemsize,
         ),
         weights_bytes=estimate_weights(
-            config, elements, itemsize, device.device, ranks, stage, args.quantization
+            config,
+            elements,
+            itemsize,
+            device.device,
+            ranks,
+            stage,
+            args.quantization,
+            keeps_integers=not config.widens_fp8 and has_kernels(dtype, device.device),
         ),
         activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )

@@ -8,6 +8,9 @@ FP8 with a scale per output channel is multiplied in FP8, or widened to the engi
 counts as equal scales of its channels, so that projections that are fused need no common scale, and one product serves
 all schemes: rows of activations have scales of their own, channels of the weight too.
 
+Integers of 4 and 8 bits with scales of groups or channels are multiplied by the CPU kernels as they are packed, and
+widened elsewhere.
+
 FP8 with a scale per block of the weight (DeepSeek-V3, arXiv 2412.19437) and experts in MXFP4 (gpt-oss; OCP Microscaling
 Formats 1.0) are always widened, a few rows at a time, and take the memory of unquantised ones.
 """
@@ -15,6 +18,7 @@ Formats 1.0) are always widened, a few rows at a time, and take the memory of un
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -36,7 +40,7 @@ from argosy_engine.layers.linear import (
     quantized_linear_of,
 )
 from argosy_engine.layers.norms import GatedActivation
-from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
+from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, group_of_inputs, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
@@ -47,11 +51,13 @@ from argosy_engine.model_configs.quantization_config import (
     group_size,
     is_multiplied,
     no_fp8_product,
+    no_integer_product,
+    no_packed_product,
     what_becomes,
 )
 from argosy_engine.model_configs.sharding import Shard
 from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
-from argosy_engine.native.library import Kernels, QuantizedWeight, kernels_for
+from argosy_engine.native.library import Kernels, QuantizedWeight, can_pack, kernels_for
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
 
@@ -264,16 +270,35 @@ def linear_method(
             return _online_integers(bits, dtype, device)
         return OnlineFp8LinearMethod(_quantize_rows())
     found = config.quantization
-    logger.info("%s", what_becomes(found, str(dtype).removeprefix("torch."), reason))
-    product = None if found.is_widened or reason is not None else Fp8Product(_quantize_rows())
+    name = str(dtype).removeprefix("torch.")
+    refusal = no_integer_product(device.type, has_kernels=kernels_for(device, dtype) is not None)
+    logger.info("%s", what_becomes(found, name, reason, refusal))
+    product: Product | None = None
+    if (loaded := _integer_kernels(config, dtype, device)) is not None:
+        product = IntegerProduct(loaded)
+    elif found.has_fp8 and reason is None:
+        product = Fp8Product(_quantize_rows())
     return SchemeLinearMethod(found, product)
+
+
+def keeps_integers(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether integers of the checkpoint stay packed, so that sums are rounded otherwise than of widened weights."""
+    return _integer_kernels(config, dtype, device) is not None
+
+
+def _integer_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Return what multiplies by the checkpoint's integers as they are packed."""
+    found = config.quantization
+    if found is None or config.widens_fp8 or not found.has_packed:
+        return None
+    return kernels_for(device, dtype)
 
 
 def has_fp8_products(
     config: ModelConfig, quantization: str | None, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the model's products are in FP8 if the Triton kernels serve. Arguments: `linear_method`."""
-    if config.quantization is not None and (config.widens_fp8 or config.quantization.is_widened):
+    if config.quantization is not None and (config.widens_fp8 or not config.quantization.has_fp8):
         return False
     is_quantised = config.quantization is not None or quantization == "fp8"
     return is_quantised and _no_fp8_product(dtype, device, uses_triton=True) is None
@@ -602,6 +627,113 @@ class Fp8Product(Product):
 def _channel_scales(part: StoredWeight) -> torch.Tensor:
     """Return the scale of each output of an FP8 weight, float32 [out]."""
     return part.tensors[".weight_scale"].expand(part.shape[0])
+
+
+class _Unpackable(Exception):
+    """Why the CPU kernels do not take a weight as it is packed."""
+
+
+class IntegerProduct(Product):
+    """Products of the CPU kernels by integers of 4 or 8 bits, which stay packed (native/src/quantized_linear.h).
+
+    Parts of a layer are one product if they have bits, groups and order of inputs in common. Why others are widened is
+    logged once for each reason.
+    """
+
+    def __init__(self, loaded: Kernels) -> None:
+        self._kernels = loaded
+        self._told: set[str] = set()
+
+    def linear(
+        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Linear | None:
+        weight = self._fused(spec, parts)
+        return None if weight is None else quantized_linear_of(self._kernels, weight, bias, dtype)
+
+    def gated(
+        self,
+        spec: LinearSpec,
+        parts: Sequence[StoredWeight],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        activation: GatedActivation,
+    ) -> GatedLinear | None:
+        weight = self._fused(spec, parts)
+        if weight is None:
+            return None
+        return quantized_gated_linear_of(self._kernels, weight, bias, dtype, activation)
+
+    def _fused(self, spec: LinearSpec, parts: Sequence[StoredWeight]) -> QuantizedWeight | None:
+        """Return the weight of all parts; None: it has to be widened."""
+        try:
+            found = [packed_weight(part) for part in parts]
+            first = found[0]
+            if not all(_is_alike(first, each) for each in found):
+                raise _Unpackable("its parts differ in bits, groups or the order of inputs")
+        except _Unpackable as reason:
+            if str(reason) not in self._told:
+                self._told.add(str(reason))
+                logger.info("%s is widened, and others may be: %s", parts[0].name, reason)
+            return None
+        offsets: torch.Tensor | None = None
+        if any(each.offsets is not None for each in found):
+            offsets = torch.cat(
+                [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in found]
+            )
+        return QuantizedWeight(
+            first.bits,
+            ordered(spec, torch.cat([each.integers for each in found])),
+            ordered(spec, torch.cat([each.scales for each in found])),
+            None if offsets is None else ordered(spec, offsets),
+            first.order,
+        )
+
+
+def packed_weight(part: StoredWeight) -> QuantizedWeight:
+    """Return a weight of integers as the CPU kernels take it. Inputs of one group are brought together, and groups of
+    unequal sizes, as a rank may have them, divided into equal ones.
+
+    Raises:
+        _Unpackable: they do not take it.
+    """
+    if (reason := no_packed_product(part.scheme)) is not None:
+        raise _Unpackable(reason)
+    bits, (out, inputs) = getattr(part.scheme, "bits", 8), part.shape
+    integers = torch.empty(out, inputs, dtype=torch.int8)
+    all_scales, all_zeros = [], []
+    groups: int | torch.Tensor = inputs
+    for place, (values, scales, zeros, own) in part.numbers():
+        groups = own
+        zeros = torch.zeros_like(scales) if zeros is None else zeros
+        if values.dtype is torch.uint8:  # from 0
+            half = 1 << (bits - 1)
+            values, zeros = (values.to(torch.int16) - half).to(torch.int8), zeros - half
+        integers[place : place + len(values)] = values
+        all_scales.append(scales.float())
+        all_zeros.append(zeros)
+    scales, zeros = torch.cat(all_scales), torch.cat(all_zeros)
+    order: torch.Tensor | None = None
+    if not isinstance(groups, int) or groups * scales.shape[1] != inputs:
+        index = group_of_inputs(groups, inputs, integers.device)
+        if bool((index.diff() < 0).any()):
+            order = index.argsort(stable=True)
+            index, integers = index[order], integers[:, order]
+        found, counts = index.unique_consecutive(return_counts=True)
+        repeated = found.repeat_interleave(counts // math.gcd(*counts.tolist()))
+        scales, zeros = scales[:, repeated], zeros[:, repeated]
+    offsets = -scales * zeros if bool(zeros.any()) else None
+    weight = QuantizedWeight(bits, integers, scales, offsets, None if order is None else order.int())
+    if not can_pack(weight):
+        raise _Unpackable(f"{weight.group} inputs share a scale, and the CPU kernels take multiples of 8")
+    return weight
+
+
+def _is_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    if (one.bits, one.scales.shape[1]) != (other.bits, other.scales.shape[1]):
+        return False
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
 
 
 class OnlineFp8LinearMethod(LinearMethod):

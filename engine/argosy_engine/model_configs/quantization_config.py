@@ -16,11 +16,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.model_configs.weight_schemes import Fp8Scheme, Scheme, SchemeTensor
+from argosy_engine.model_configs.weight_schemes import (
+    AwqScheme,
+    Bnb8Scheme,
+    Fp8Scheme,
+    GptqScheme,
+    IntScheme,
+    PackedIntScheme,
+    Scheme,
+    SchemeTensor,
+)
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """Values of `--quantization` that quantise to integers on a CPU, and their bits."""
 
+PACKED_SCHEMES = (GptqScheme, AwqScheme, PackedIntScheme, IntScheme, Bnb8Scheme)
+"""Integers, by which the CPU kernels multiply as they are packed (`no_packed_product`)."""
+
+_NO_KERNEL = "no kernel multiplies by them as they are"
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
 _MAX_PATTERNS = 256
@@ -78,9 +91,14 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     @property
-    def is_widened(self) -> bool:
-        """Whether all weights are widened on every device as they are loaded."""
-        return not any(map(is_multiplied, self.schemes))
+    def has_fp8(self) -> bool:
+        """Whether there are weights that GPUs multiply by in FP8."""
+        return any(map(is_multiplied, self.schemes))
+
+    @property
+    def has_packed(self) -> bool:
+        """Whether there are weights that the CPU kernels multiply by as they are packed."""
+        return any(no_packed_product(each) is None for each in self.schemes)
 
     def stored_tensor(self, name: str) -> tuple[str, Scheme, SchemeTensor] | None:
         """Return the layer that a tensor of a checkpoint belongs to, its scheme, and which of its tensors it is; None:
@@ -114,6 +132,36 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 count *= 2  # numbers in a byte
             found[name] = count
         return found, num_fp8
+
+    def packed_numbers(self, elements: Mapping[str, int], num_ranks: int) -> tuple[int, int]:
+        """Return how many numbers stay packed on a CPU, and at most how many bytes they take with their scales.
+
+        Where parts of a fused layer may differ (`rules`), and where ranks divide inputs that were ordered by
+        activation, weights may have to be widened, and count so.
+
+        Args:
+            elements: number of stored elements of each tensor.
+        """
+        count = size = 0
+        if self.rules:
+            return 0, 0
+        for name, stored in elements.items():
+            if (place := self.stored_tensor(name)) is None:
+                continue
+            layer, scheme, tensor = place
+            if tensor != scheme.tensors[0] or no_packed_product(scheme) is not None:
+                continue
+            if layer + scheme.tensors[1].suffix not in elements:
+                continue
+            if num_ranks > 1 and getattr(scheme, "is_ordered", False):
+                continue
+            own = round(stored / scheme.elements_per_number)
+            groups = getattr(scheme, "group_size", None)
+            has_zeros = not getattr(scheme, "is_symmetric", isinstance(scheme, Bnb8Scheme))
+            count += own
+            size += own * getattr(scheme, "bits", 8) // 8
+            size += 0 if groups is None else own // groups * (8 if has_zeros else 4)
+        return count, size
 
     def renamed(self, name_of: Callable[[str], str | None]) -> QuantizationConfig:
         """Return this with other names of layers.
@@ -194,6 +242,29 @@ def is_multiplied(scheme: Scheme) -> bool:
     return isinstance(scheme, Fp8Scheme) and not scheme.is_weight_only
 
 
+def no_packed_product(scheme: Scheme) -> str | None:
+    """Return why the CPU kernels do not multiply by weights of a scheme as they are packed, or None. A layer may have
+    to be widened all the same (`layers.linear_method.IntegerProduct`)."""
+    if not isinstance(scheme, PACKED_SCHEMES):
+        return _NO_KERNEL
+    if (
+        isinstance(scheme, GptqScheme | AwqScheme | PackedIntScheme)
+        and scheme.bits not in INTEGER_BITS.values()
+    ):
+        return f"the CPU kernels multiply by 4 and 8 bits, not by {scheme.bits}"
+    size = None if isinstance(scheme, Bnb8Scheme) else scheme.group_size
+    if size is not None and size % 8:
+        return f"the CPU kernels take groups of a multiple of 8 inputs, not of {size}"
+    return None
+
+
+def no_integer_product(device: str, *, has_kernels: bool) -> str | None:
+    """Return why a device does not multiply by integers as they are packed, or None."""
+    if device != "cpu":
+        return _NO_KERNEL
+    return None if has_kernels else "the CPU kernels are off or do not run here"
+
+
 def _is_pattern(name: str) -> bool:
     return name.startswith("re:") or "*" in name
 
@@ -223,21 +294,40 @@ def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> 
     )
 
 
-def what_becomes(found: QuantizationConfig, dtype: str, refusal: str | None) -> str:
+def what_becomes(
+    found: QuantizationConfig, dtype: str, refusal: str | None, integer_refusal: str | None
+) -> str:
     """Say in which schemes weights are, and what becomes of them when they are loaded.
 
     Args:
         dtype: of the activations, without `torch.`.
         refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
+        integer_refusal: why it does not multiply by integers as they are packed (`no_integer_product`), or None.
     """
     schemes = (*found.schemes, *(() if found.experts is None else (found.experts,)))
     forms = f"weights in {'; '.join(dict.fromkeys(each.about for each in schemes))} ({found.method})"
-    if found.is_widened or refusal is not None:
-        reason = "no kernel multiplies by them as they are" if found.is_widened else refusal
-        return f"{forms}: widened to {dtype} at load, because {reason}"
+    widened = f"widened to {dtype} at load"
+    if found.has_packed and integer_refusal is None:
+        reasons = {each.about: no_packed_product(each) for each in schemes}
+        ends = [
+            f"{about} {widened}, because {reason}" for about, reason in reasons.items() if reason is not None
+        ]
+        kept = "multiplied by the CPU kernels as they are packed"
+        if not ends and not found.rules:
+            return f"{forms}: {kept}"
+        return "; ".join([f"{forms}: {kept}, where fused projections have equal groups", *ends])
+    if not found.has_fp8 or refusal is not None:
+        reason: str | None = _NO_KERNEL
+        if found.has_fp8:
+            reason = refusal
+        elif found.has_packed:
+            reason = integer_refusal
+        elif integer_refusal is None and len(schemes) == 1:
+            reason = no_packed_product(schemes[0])
+        return f"{forms}: {widened}, because {reason}"
     if all(map(is_multiplied, schemes)):
         return f"{forms}: multiplied in FP8"
-    return f"{forms}: FP8 with scales of tensors or channels is multiplied in FP8, all else widened to {dtype} at load"
+    return f"{forms}: FP8 with scales of tensors or channels is multiplied in FP8, all else {widened}"
 
 
 def check_online_quantization(

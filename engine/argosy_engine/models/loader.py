@@ -156,7 +156,7 @@ def load_model(
     reader: SafetensorsWeights | None = None
     if load_format == "dummy":
         if (
-            config.quantization is not None and config.quantization.is_widened
+            config.quantization is not None and not config.quantization.has_fp8
         ):  # to what is drawn then at once
             config = msgspec.structs.replace(config, quantization=None)
     else:
@@ -244,7 +244,7 @@ def _load_transformers(
     config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
     if config.quantization is not None:
         name = str(dtype).removeprefix("torch.")
-        logger.info("%s", what_becomes(config.quantization, name, WIDENS))
+        logger.info("%s", what_becomes(config.quantization, name, WIDENS, WIDENS))
     if compiler is not None:
         raise ConfigError(
             f"{config.architecture} is run by transformers' modelling code, whose layers are not compiled; use "

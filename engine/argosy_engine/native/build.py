@@ -95,6 +95,21 @@ def usable_variant() -> Variant:
     return variant
 
 
+def has_kernels(dtype: str, device: str) -> bool:
+    """Whether an engine would use the kernels on a device and in a dtype, as far as can be told without building them.
+
+    Args:
+        dtype: of the activations, without `torch.`.
+    """
+    if device != "cpu" or dtype not in ("float32", "bfloat16"):
+        return False
+    try:
+        usable_variant()
+    except NativeUnavailable:
+        return False
+    return True
+
+
 def _prebuilt(variant: Variant) -> Path:
     return PREBUILT / f"{variant.name}-{_digest(variant, '')}.so"
 

@@ -137,6 +137,8 @@ def estimate_weights(
     tensor_parallel_size: int = 1,
     stage: Stage = WHOLE_MODEL,
     quantization: str | None = None,
+    *,
+    keeps_integers: bool = False,
 ) -> int:
     """Estimate the bytes of a worker's loaded weights. FP8 stays so on a GPU that multiplies it in bfloat16.
 
@@ -146,27 +148,30 @@ def estimate_weights(
         itemsize: bytes per element.
         stage: the worker's.
         quantization: `--quantization`.
+        keeps_integers: whether the CPU kernels multiply by integers of the checkpoint as they are packed.
     """
     stored = config.quantization
     is_headless = config.pooling is not None
     if config.tie_word_embeddings or is_headless:
         elements = {name: count for name, count in elements.items() if name != HEAD}
-    num_fp8 = num_integers = 0
+    num_fp8 = num_integers = num_packed = packed_bytes = 0
     bits = INTEGER_BITS.get(quantization or "") if stored is None else None
     if bits is not None:
         num_integers = sum(
             count for name, count in elements.items() if _is_quantised_online(config, name, count)
         )
     if stored is not None:
+        if keeps_integers:
+            num_packed, packed_bytes = stored.packed_numbers(elements, tensor_parallel_size)
         elements, num_fp8 = stored.widened_elements(elements)
     if device != "cuda" or itemsize != 2 or config.widens_fp8:
         num_fp8 = 0
-    total = sum(elements.values()) - num_fp8 - num_integers
+    total = sum(elements.values()) - num_fp8 - num_integers - num_packed
     if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
         total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     scales = num_integers * 4 // (group_size(config.hidden_size) or 32)
-    return total * itemsize + num_fp8 + num_integers * (bits or 0) // 8 + scales
+    return total * itemsize + num_fp8 + num_integers * (bits or 0) // 8 + scales + packed_bytes
 
 
 def _is_quantised_online(config: ModelConfig, name: str, count: int) -> bool:

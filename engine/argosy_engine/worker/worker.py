@@ -26,7 +26,7 @@ from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.layers.experts import TokenExchange
-from argosy_engine.layers.linear_method import has_fp8_products
+from argosy_engine.layers.linear_method import has_fp8_products, keeps_integers
 from argosy_engine.layers.self_test import layer_self_test, working_backend
 from argosy_engine.messages import LoadStep, OnLoadStep, SchedulerOutput, WorkerInfo, ignore_step
 from argosy_engine.model_configs.model_config import (
@@ -225,6 +225,7 @@ class Worker:
                     args.tensor_parallel_size,
                     self._stage,
                     args.quantization,
+                    keeps_integers=args.load_format != "dummy" and self._keeps_integers(),
                 )
         if self._compilation is not None:
             with self._phase("compile"):
@@ -422,11 +423,16 @@ class Worker:
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
             *([f"quantization {args.quantization}"] if args.quantization else []),
+            # Scales multiply sums, which rounds otherwise than widened weights do.
+            *(["packed integers"] if not is_dummy and self._keeps_integers() else []),
             # Replicas on unlike CPUs must not continue each other's streams.
             *([f"cpu kernels {loaded.variant}"] if (loaded := self._bf16_kernels()) is not None else []),
             *([setting] if (setting := args.request_defaults.setting()) else []),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
+
+    def _keeps_integers(self) -> bool:
+        return keeps_integers(self._config, self._dtype, self._device)
 
     def _bf16_kernels(self) -> Kernels | None:
         return kernels_for(self._device, self._dtype) if self._dtype is torch.bfloat16 else None
