@@ -99,8 +99,6 @@ def _versions(files: CertificateFiles) -> list[tuple[int, int] | None]:
     return versions
 
 
-_DATE_INTERVAL_S = 1.0
-
 _SWEEP_INTERVAL_S = 0.02
 
 
@@ -115,7 +113,6 @@ class HttpServer(EmbeddedServer):
     def __init__(self, config: uvicorn.Config, certificate: ServerCertificate | None = None) -> None:
         super().__init__(config)
         self._certificate = certificate
-        self._stopped = asyncio.Event()
         self._last_bytes_s = 0.0
 
     def stop(self, last_bytes_s: float) -> None:
@@ -125,7 +122,7 @@ class HttpServer(EmbeddedServer):
             last_bytes_s: how long responses may take to end and to be read, before their connections are broken.
         """
         self._last_bytes_s = last_bytes_s
-        self._stopped.set()
+        self.end()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         certificate = self._certificate
@@ -140,12 +137,6 @@ class HttpServer(EmbeddedServer):
             protocol.max_connections + MAX_TURNED_AWAY,
             protocol.limits.header_timeout_s,
         )
-
-    async def main_loop(self) -> None:
-        while not self._stopped.is_set():
-            await self.on_tick(0)  # the date in the headers
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), _DATE_INTERVAL_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
