@@ -343,7 +343,7 @@ def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> Non
 def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path, own_cache: Path) -> None:
     make_gguf(tmp_path / "model.gguf", "qwen2", Type.Q8_0)
     folder = gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=False)
-    left = own_cache / f".converting-{folder.name}-abc"
+    left = own_cache / f".converting-{folder.name}"
     folder.rename(left)  # as SIGKILL and SIGTERM leave it
     gguf_folder(tmp_path / "model.gguf", "float32", has_tokenizer=False)
     assert not left.exists()

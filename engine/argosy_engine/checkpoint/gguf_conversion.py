@@ -44,6 +44,10 @@ _SPLITS = _LLAMA3_SPLITS | {"qwen2", "deepseek-r1-qwen", "qwen35", "gpt-4o"}
 """How byte-level tokenizers split texts (`tokenizer.ggml.pre`), of those that transformers has the expression for."""
 
 
+_CONTROL, _USER_DEFINED = 3, 4
+"""Values of `tokenizer.ggml.token_type`."""
+
+
 class NotConvertible(Exception):
     """The file cannot be served; the message says why."""
 
@@ -112,14 +116,20 @@ class _File:
             raise NotConvertible(f"{self.architecture}.{name} is {value}, more than {most} or less than 0")
         return int(value)
 
-    def strings(self, name: str) -> list[str]:
-        field = self._reader.fields.get(name)
-        return [] if field is None else [str(each) for each in field.contents()]
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, by id. A list of 150,000 texts takes tenths of a second to read."""
+        return self._list("tokens", str)
 
     @cached_property
-    def token_types(self) -> list[int]:
-        field = self._reader.fields.get("tokenizer.ggml.token_type")
-        return [] if field is None else [int(each) for each in field.contents()]
+    def special_tokens(self) -> dict[int, int]:
+        """The types of control and user-defined tokens by id."""
+        types = self._list("token_type", int)[: len(self.tokens)]
+        return {id_: type_ for id_, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)}
+
+    def _list(self, name: str, kind: Callable[[Any], Any]) -> list[Any]:
+        field = self._reader.fields.get(f"tokenizer.ggml.{name}")
+        return [] if field is None else [kind(each) for each in field.contents()]
 
     def check_all_read(self) -> None:
         prefix = f"{self.architecture}."
@@ -505,14 +515,14 @@ def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
     if kind == "gpt2" and split not in _SPLITS:
         raise NotConvertible(f"how its tokenizer splits texts ({split[:40]!r}) is not known; {remedy}")
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    backend = tokenizer.backend_tokenizer
     is_llama3 = kind == "gpt2" and split in _LLAMA3_SPLITS
     if is_llama3:
-        tokenizer.backend_tokenizer.model.ignore_merges = True
+        backend.model.ignore_merges = True
     if kind == "llama" and not file.architecture.startswith("gemma"):
         # As llama.cpp does it, which has a space at the beginning of each text between two special tokens.
         has_space = file.key("tokenizer.ggml.add_space_prefix", bool, True)
         first = [normalizers.Prepend("\u2581")] if has_space else []
-        backend = tokenizer.backend_tokenizer
         backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "\u2581")])
         backend.pre_tokenizer = None
         steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -520,7 +530,7 @@ def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
     adds_bos = file.key("tokenizer.ggml.add_bos_token", bool, kind == "llama" or is_llama3)
     if adds_bos and _first(tokenizer) != tokenizer.bos_token_id and tokenizer.bos_token:
         begin = tokenizer.bos_token
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        backend.post_processor = TemplateProcessing(
             single=[begin, "$A"], pair=[begin, "$A", "$B"], special_tokens=[(begin, tokenizer.bos_token_id)]
         )
     if adds_bos != (_first(tokenizer) == tokenizer.bos_token_id):
@@ -530,12 +540,11 @@ def _write_tokenizer(file: _File, path: Path, folder: Path) -> None:
         file, folder / "tokenizer.json", strips=kind == "llama" and file.architecture == "phi3"
     )
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for id_, token in enumerate(file.strings("tokenizer.ggml.tokens")):
-        if file.token_types[id_ : id_ + 1] in ([_CONTROL], [_USER_DEFINED]) and made.token_to_id(
-            token
-        ) not in (id_, None):
+    for id_ in file.special_tokens:
+        token = file.tokens[id_]
+        if made.token_to_id(token) not in (id_, None):
             raise NotConvertible(f"transformers gives its token {token[:60]!r} another number; {remedy}")
-    if made.get_vocab_size() > len(file.strings("tokenizer.ggml.tokens")):
+    if made.get_vocab_size() > len(file.tokens):
         raise NotConvertible(
             f"transformers makes a tokenizer of it that has more tokens than the file; {remedy}"
         )
@@ -549,13 +558,13 @@ def _write_special_tokens(file: _File, path: Path, *, strips: bool) -> None:
         strips: whether spaces after them are dropped (Phi-3, as its tokenizer.json says and llama.cpp does).
     """
     saved = json.loads(path.read_text())
-    tokens = file.strings("tokenizer.ggml.tokens")
     vocab: dict[str, int] = saved["model"]["vocab"]
     by_id = {id_: token for token, id_ in vocab.items()}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added: list[dict[str, Any]] = []
-    for id_, (token, type_) in enumerate(zip(tokens, file.token_types, strict=False)):
-        if type_ not in (_CONTROL, _USER_DEFINED) or not token or by_id.get(id_) is None:
+    for id_, type_ in file.special_tokens.items():
+        token = file.tokens[id_]
+        if not token or by_id.get(id_) is None:
             continue
         if by_id[id_] != token and saved["model"]["type"] == "BPE" and not by_id[id_].strip("\u2581"):
             continue  # spaces, which Gemma's tokenizer spells otherwise
@@ -563,7 +572,7 @@ def _write_special_tokens(file: _File, path: Path, *, strips: bool) -> None:
         rstrip = strips and type_ == _CONTROL and token not in ("<unk>", "<s>", "<|endoftext|>")
         added.append({"id": id_, "content": token, **flags, "rstrip": rstrip, "special": type_ == _CONTROL})
     known = {each["content"] for each in added}
-    ids = {token: id_ for id_, token in enumerate(tokens)}
+    ids = {token: id_ for id_, token in enumerate(file.tokens)}
     added += [
         {**each, "id": ids[each["content"]]}
         for each in saved["added_tokens"]
@@ -575,7 +584,6 @@ def _write_special_tokens(file: _File, path: Path, *, strips: bool) -> None:
     path.write_text(json.dumps(saved, ensure_ascii=False))
 
 
-_CONTROL, _USER_DEFINED = 3, 4
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"}
     | {"<EOT>", "_<EOT>", "<end_of_utterance>"}
@@ -589,11 +597,7 @@ def _write_ends(file: _File, folder: Path) -> None:
         for name in ("eos", "eot", "eom")
         if file.has(f"tokenizer.ggml.{name}_token_id")
     ]
-    ends += [
-        id_
-        for id_, token in enumerate(file.strings("tokenizer.ggml.tokens"))
-        if token in _ENDS and file.token_types[id_ : id_ + 1] in ([_CONTROL], [_USER_DEFINED])
-    ]
+    ends += [id_ for id_ in file.special_tokens if file.tokens[id_] in _ENDS]
     if ends:
         (folder / "generation_config.json").write_text(
             json.dumps({"eos_token_id": list(dict.fromkeys(ends))})

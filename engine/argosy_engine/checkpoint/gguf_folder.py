@@ -14,7 +14,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import IO
 import msgspec
 
 from argosy_engine.checkpoint.fingerprint import SAMPLE_BYTES, sample_offsets
+from argosy_engine.checkpoint.tokenizer_files import conversion, least_used, reason_of
 from argosy_engine.errors import ConfigError, installation
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
 from argosy_fetcher.progress import size_text
@@ -82,15 +82,14 @@ def gguf_folder(
         if folder.is_dir():
             os.utime(folder)
             return folder
-        prefix = f".converting-{folder.name}-"
-        for left in cache.glob(
-            prefix + "*"
-        ):  # by a start that was killed: the lock says that nobody writes it
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as made:
-            _convert(file, Path(made), dtype, "all" if has_tokenizer else "no tokenizer", note, cancelled)
-            os.rename(made, folder)
-            os.mkdir(made)  # for the context to remove
+        made = cache / f".converting-{folder.name}"
+        shutil.rmtree(made, ignore_errors=True)  # what a start left that was killed: nobody else has the lock
+        made.mkdir(mode=0o700)
+        try:
+            _convert(file, made, dtype, "all" if has_tokenizer else "no tokenizer", note, cancelled)
+            made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     _prune(cache, folder)
     return folder
 
@@ -132,16 +131,8 @@ def _key(file: Path, dtype: str, *, has_tokenizer: bool) -> str:
     try:
         status = file.stat()
         versions = [importlib.metadata.version(name) for name in ("gguf", "transformers")]
-        parts = [
-            _FORM,
-            file.name,
-            str(status.st_size),
-            str(status.st_mtime_ns),
-            dtype,
-            str(has_tokenizer),
-            *versions,
-        ]
-        digest.update("\0".join(parts).encode())
+        parts = [_FORM, file.name, status.st_size, status.st_mtime_ns, dtype, has_tokenizer, *versions]
+        digest.update("\0".join(map(str, parts)).encode())
         with file.open("rb") as data:
             for offset in sample_offsets(status.st_size, _NUM_SAMPLES):
                 digest.update(os.pread(data.fileno(), SAMPLE_BYTES, offset))
@@ -169,26 +160,14 @@ def _convert(
     Raises:
         ConfigError: it cannot be converted.
     """
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        _CONVERSION,
-        str(file.absolute()),
-        str(folder),
-        _STORED[dtype],
-        what,
-    ]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    call = conversion(_CONVERSION, str(file.absolute()), str(folder), _STORED[dtype], what)
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env, text=True
-        ) as process,
+        subprocess.Popen(**call, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         try:
             assert process.stdout is not None
-            total = done = told = 0
+            total = done = tenths = 0
             for line in process.stdout:
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled
@@ -199,18 +178,17 @@ def _convert(
                     note(f"{file.name} is widened to {dtype}, once: {size_text(total)} in {folder.parent}")
                 elif kind == "done":
                     done += int(count)
-                    if done * 10 // max(total, 1) > told:
-                        told = done * 10 // total
+                    if done * 10 // max(total, 1) > tenths:
+                        tenths = done * 10 // total
                         note(f"widened {size_text(done)} of {size_text(total)}")
         except BaseException:
             process.kill()
             raise
         code = process.wait()
         errors.seek(0)
-        lines = errors.read()[-8192:].decode("utf-8", "replace").strip().splitlines()
+        told = errors.read()[-8192:]
     if code:
-        reason = lines[-1][:1000] if lines else f"exit code {code}"
-        raise ConfigError(f"{file} cannot be served: {reason}")
+        raise ConfigError(f"{file} cannot be served: {reason_of(told, code)}")
 
 
 def _check_room(file: Path, folder: Path, num_bytes: int) -> None:
@@ -231,9 +209,9 @@ def hold_folder(folder: Path) -> IO[str]:
 
 def _prune(cache: Path, own: Path) -> None:
     """Remove what was not used for longest, and is not held. Locks stay: somebody may wait for one."""
-    folders = [each for each in cache.iterdir() if not each.name.startswith(".") and each != own]
-    folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
-    for folder in folders[_KEPT - 1 :]:
+    for folder in least_used(cache, _KEPT):
+        if folder == own:
+            continue
         with (cache / f".{folder.name}.lock").open("w") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from argosy_engine.errors import ConfigError, installation
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
@@ -196,29 +196,15 @@ def _convert(source: TokenizerSource, cache: Path, folder: Path) -> None:
     """
     made = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
     try:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            _CONVERSION,
-            source.kind,
-            str(source.file),
-            str(made / TOKENIZER),
-        ]
+        arguments = source.kind, str(source.file), str(made / TOKENIZER)
         try:
-            done = subprocess.run(  # noqa: S603
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_CONVERSION_TIMEOUT_S,
-                env=os.environ
-                | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"},
+            done = subprocess.run(
+                **conversion(_CONVERSION, *arguments), capture_output=True, timeout=_CONVERSION_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             raise _refused(source, f"it takes more than {_CONVERSION_TIMEOUT_S} s") from None
         if done.returncode or not (made / TOKENIZER).is_file():
-            told = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            raise _refused(source, told[-1][:1000] if told else f"exit code {done.returncode}")
+            raise _refused(source, reason_of(done.stderr, done.returncode))
         try:
             made.rename(folder)
         except OSError:  # another process was faster
@@ -236,7 +222,33 @@ def _refused(source: TokenizerSource, reason: str) -> ConfigError:
 
 
 def _prune(cache: Path) -> None:
+    for folder in least_used(cache, _KEPT):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def conversion(module: str, *arguments: str) -> dict[str, Any]:
+    """Return the arguments with which `subprocess` runs a module that converts a file by transformers."""
+    return {
+        "args": [sys.executable, "-P", "-m", module, *arguments],
+        "stdin": subprocess.DEVNULL,
+        "env": os.environ
+        | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"},
+    }
+
+
+def reason_of(errors: bytes, code: int) -> str:
+    """Return why a conversion has failed.
+
+    Args:
+        errors: what it wrote to standard error.
+        code: its exit code.
+    """
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:1000] if lines else f"exit code {code}"
+
+
+def least_used(cache: Path, num_kept: int) -> list[Path]:
+    """Return the folders of a cache but those that were used last, by their times of change."""
     folders = [each for each in cache.iterdir() if not each.name.startswith(".")]
     folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
-    for folder in folders[_KEPT:]:
-        shutil.rmtree(folder, ignore_errors=True)
+    return folders[num_kept:]

@@ -58,23 +58,13 @@ def local_model(args: EngineArgs, display: ProgressDisplay | None = None) -> Ite
         ConfigError: the model does not exist, is hidden from the credentials, or cannot be served.
         FetchFailed: the source or the network does not answer, or the disk is full.
     """
-    uri = _uri(args)
-    if (file := gguf_file(args.model)) is not None:
-        with display or progress_display() as progress:
-            folder = _widen(file, args, progress)
-        with hold_folder(folder):
-            yield _checked(_localized(args, folder))
-        return
-    if not uri.is_remote:
+    if not _takes_long(args):
         yield _checked(args)
         return
     with display or progress_display() as progress:
-        model, folder = _pull(uri, args, progress)
-    try:
-        with nullcontext() if folder == model.path else hold_folder(folder):
-            yield _checked(_localized(args, folder))
-    finally:
-        model.close()
+        folder, held = _make_local(args, progress)
+    with held:
+        yield _checked(_localized(args, folder))
 
 
 @asynccontextmanager
@@ -82,24 +72,19 @@ async def local_model_async(
     args: EngineArgs, display: ProgressDisplay | None = None
 ) -> AsyncIterator[EngineArgs]:
     """As `local_model`, while the event loop goes on. Cancelling it ends the fetch, which the next one continues."""
-    uri = _uri(args)
-    if (file := gguf_file(args.model)) is not None:
-        with display or progress_display() as progress:
-            folder = await _in_daemon_thread(partial(_widen, file, args, progress))
-        with hold_folder(folder):
-            yield _checked(_localized(args, folder))
-        return
-    if not uri.is_remote:
+    if not _takes_long(args):
         yield _checked(args)
         return
     with display or progress_display() as progress:
-        pull = partial(_pull, uri, args, progress)
-        model, folder = await _in_daemon_thread(pull, lambda pulled: pulled[0].close())
-    try:
-        with nullcontext() if folder == model.path else hold_folder(folder):
-            yield _checked(_localized(args, folder))
-    finally:
-        model.close()
+        make = partial(_make_local, args, progress)
+        folder, held = await _in_daemon_thread(make, lambda made: made[1].close())
+    with held:
+        yield _checked(_localized(args, folder))
+
+
+def _takes_long(args: EngineArgs) -> bool:
+    """Whether the model has to be fetched or widened."""
+    return is_remote(args) or gguf_file(args.model) is not None
 
 
 def _checked(args: EngineArgs) -> EngineArgs:
@@ -187,12 +172,39 @@ def _uri(args: EngineArgs) -> SourceUri:
         return uri.at_revision(args.revision)
 
 
-def _pull(
-    uri: SourceUri, args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
-) -> tuple[PulledModel, Path]:
-    """Return the model, to be closed, and the folder that is loaded: its own, or that of its widened GGUF file."""
-    from argosy_fetcher.pull import find_model, is_offline, pull_model, stored_gguf
+def _make_local(
+    args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
+) -> tuple[Path, ExitStack]:
+    """Fetch the model, and widen it if it is a GGUF file.
 
+    Returns:
+        The folder that is loaded, and what keeps it and its file from being removed until it is closed.
+    """
+    with ExitStack() as held:
+        if (file := gguf_file(args.model)) is None:
+            model = _pull(args, progress, cancelled)
+            held.callback(model.close)
+            if not (uri := _uri(args)).quantization:
+                return model.path, held.pop_all()
+            from argosy_fetcher.pull import stored_gguf
+
+            with _fetch_errors():
+                file = stored_gguf(uri, model.path)
+        folder = gguf_folder(
+            file,
+            _stored_dtype(args),
+            has_tokenizer=args.tokenizer_path is None,
+            note=progress.note,
+            cancelled=cancelled,
+        )
+        held.enter_context(hold_folder(folder))
+        return folder, held.pop_all()
+
+
+def _pull(args: EngineArgs, progress: Progress, cancelled: threading.Event | None) -> PulledModel:
+    from argosy_fetcher.pull import find_model, is_offline, pull_model
+
+    uri = _uri(args)
     if uri.quantization and not is_offline(os.environ):
         with _fetch_errors():
             stored = find_model(uri, download_dir=args.download_dir)
@@ -200,7 +212,7 @@ def _pull(
             with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
                 _write_remote_gguf_headers(uri, None, args, Path(directory), progress)
     with _fetch_errors():
-        model = pull_model(
+        return pull_model(
             uri,
             progress=progress,
             download_dir=args.download_dir,
@@ -208,15 +220,6 @@ def _pull(
             has_weights=args.load_format != "dummy",
             cancelled=cancelled,
         )
-    if not uri.quantization:
-        return model, model.path
-    try:
-        with _fetch_errors():
-            file = stored_gguf(uri, model.path)
-        return model, _widen(file, args, progress, cancelled)
-    except BaseException:
-        model.close()
-        raise
 
 
 def _localized(args: EngineArgs, path: Path) -> EngineArgs:
@@ -239,18 +242,6 @@ def _fetch_errors() -> Iterator[None]:
         raise FetchFailed(str(error)) from error
     except FetchError as error:
         raise ConfigError(str(error)) from error
-
-
-def _widen(
-    file: Path, args: EngineArgs, progress: Progress, cancelled: threading.Event | None = None
-) -> Path:
-    return gguf_folder(
-        file,
-        _stored_dtype(args),
-        has_tokenizer=args.tokenizer_path is None,
-        note=progress.note,
-        cancelled=cancelled,
-    )
 
 
 def _stored_dtype(args: EngineArgs) -> str:
