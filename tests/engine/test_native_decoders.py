@@ -49,8 +49,13 @@ def test_greedy_tokens_are_those_of_transformers(
     assert found.cached_tokens
 
 
-def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
-    reference = write_checkpoint("deepseek_v3", tmp_path)
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("deepseek_v3", {}), ("hy_v3", {"num_nextn_predict_layers": 1})]
+)
+def test_layers_that_predict_further_tokens_are_not_loaded(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = write_checkpoint(model_type, tmp_path, **fields)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
     last, more = reference.config.num_hidden_layers, torch.ones(8, 8)
@@ -231,6 +236,13 @@ def test_zero_groups_of_experts_are_refused(model_type: str, name: str) -> None:
         parse_config(raw_config(model_type, **{name: 0}), {}, {})
 
 
+@pytest.mark.parametrize("kinds", [["dense", "sparse", "sparse"], ["dense", "sparse", "sparse", "moe"]])
+@pytest.mark.parametrize("model_type", ["glm4_moe_lite", "hy_v3"])
+def test_types_of_mlps_that_no_model_has_are_refused(model_type: str, kinds: list[str]) -> None:
+    with pytest.raises(ConfigError, match="mlp_layer_types must be dense or sparse for each of 4 layers"):
+        parse_config(raw_config(model_type, mlp_layer_types=kinds), {}, {}, "argosy")
+
+
 @pytest.mark.parametrize("value", [False, None, 0])
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", "gemma2", "gpt2", "llama", "opt", "phi", "qwen3_5_text"]
@@ -273,12 +285,17 @@ def test_a_head_that_is_not_what_is_rotated_is_refused(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "alias"), [("deepseek_v2", "num_experts"), ("deepseek_v3", "num_local_experts")]
+    ("model_type", "name", "alias"),
+    [
+        ("deepseek_v2", "n_routed_experts", "num_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+        ("hy_v3", "num_experts", "num_local_experts"),
+    ],
 )
-def test_experts_may_be_counted_by_another_name(model_type: str, alias: str) -> None:
+def test_experts_may_be_counted_by_another_name(model_type: str, name: str, alias: str) -> None:
     """That of the config class' attribute map, which wins where both are given."""
     raw = raw_config(model_type)
-    named = {name: value for name, value in raw.items() if name != "n_routed_experts"}
+    named = {each: value for each, value in raw.items() if each != name}
     assert parse_config({**named, alias: 8}, {}, {}) == parse_config(raw, {}, {})
     assert parse_config({**raw, alias: 16}, {}, {}).num_routed_experts == 16
 
@@ -345,6 +362,8 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
     ("helium", {"attention_bias": True, "mlp_bias": True}, False),
+    ("hy_v3", {"attention_bias": True, "mlp_bias": True}, False),
+    ("hy_v3", {"num_shared_experts": 2}, True),
     ("llama4_text", {"moe_layers": [0, 3], "attention_bias": True}, False),
     ("llama4_text", {"num_experts_per_tok": 1, "use_qk_norm": False}, True),
     ("minimax_m2", {"rotary_dim": 12}, False),
@@ -408,7 +427,7 @@ def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) ->
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "solar_open"]
+    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2", "solar_open"]
 )
 def test_routers_compute_in_float32_where_those_of_transformers_do(model_type: str, tmp_path: Path) -> None:
     """Of bfloat16's logits near each other another one may be the largest."""

@@ -68,6 +68,11 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("helium", {}),
     ("helium", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("helium", {"rope_parameters": _YARN}),
+    ("hy_v3", {}),
+    ("hy_v3", {"attention_bias": True, "mlp_bias": True, "num_shared_experts": 2, "router_scaling_factor": 0.7,
+               "tie_word_embeddings": True, "enable_moe_fp32_combine": False}),  # which rounds alike
+    ("hy_v3", {"mlp_layer_types": ["sparse", "dense"] * 2, "num_shared_experts": 0, "num_experts_per_tok": 3,
+               "head_dim": 32, "rope_parameters": _YARN}),
     ("llama4_text", {}),
     ("llama4_text", {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 80, "attention_bias": True,
                      "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "num_experts_per_tok": 1,

@@ -87,6 +87,19 @@ def _qwen3(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def sparse_by_type(raw: RawConfig) -> tuple[bool, ...]:
+    """Return which layers have experts, by `mlp_layer_types`; without it all but the first.
+
+    Raises:
+        ConfigError: the list is of another length, or has other types.
+    """
+    layers = layer_count(raw)
+    kinds = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ConfigError(f"mlp_layer_types must be dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
+
+
 def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     return tuple(
@@ -500,6 +513,35 @@ def _solar_open(raw: RawConfig) -> dict[str, Any]:
     }
 
 
+def _hy_v3(raw: RawConfig) -> dict[str, Any]:
+    inner, counted = raw.get("moe_intermediate_size", 1536), raw.get("num_local_experts")
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "qk_norm": "head",
+        "rope_theta": 11158840.0,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "num_multi_token_layers": raw.get("num_nextn_predict_layers") or 0,
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_experts", 192) if counted is None else counted,
+                "experts_per_token": raw.get("num_experts_per_tok", 8),
+                "scores": "sigmoid",
+                "normalises": True,
+                "scaling": raw.get("router_scaling_factor", 2.826),
+                "has_correction": True,
+            },
+            "has_float32_router": True,
+            "inner": inner,
+            "is_sparse": sparse_by_type(raw),
+            # With none transformers makes one of the size of a dense layer's MLP.
+            "shared_size": inner * raw.get("num_shared_experts", 1) or raw.get("intermediate_size"),
+            "shared": "shared_mlp",
+            "names": ExpertNames(router="router.gate", correction="expert_bias"),
+        },
+    }
+
+
 def _dots1(raw: RawConfig) -> dict[str, Any]:
     window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 62)
     inner = raw.get("moe_intermediate_size", 1408)
@@ -588,6 +630,7 @@ DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "HYV3ForCausalLM": _hy_v3,
     "HeliumForCausalLM": _helium,
     "Llama4ForCausalLM": _llama4,
     "LlamaForCausalLM": _llama,
@@ -615,7 +658,7 @@ KV_HEADS = {
     for count, names in (
         (2, "Ernie4_5 Glm Glm4 Starcoder2"),
         (4, "Ernie4_5_Moe Qwen3Moe SmolLM3"),
-        (8, "Glm4Moe GptOss Llama4 MiniMaxM2 Ministral3 Mistral Mixtral SeedOss SolarOpen"),
+        (8, "Glm4Moe GptOss HYV3 Llama4 MiniMaxM2 Ministral3 Mistral Mixtral SeedOss SolarOpen"),
         (16, "Qwen2Moe"),
         (20, "Helium"),
         (32, "Dots1 Exaone4 Qwen2 Qwen3"),
