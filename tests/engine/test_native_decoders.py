@@ -78,6 +78,7 @@ _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("gemma", {}, {"hidden_act": "gelu", "hidden_activation": "silu"}),
     ("glm4", {"head_dim": 20}, {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
     ("llama4_text", {}, {"layer_types": ..., "no_rope_layers": []}),
     ("llama4_text", {}, {"moe_layers": ..., "interleave_moe_layer_step": 1, "tie_word_embeddings": ...}),
@@ -121,6 +122,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("cohere", {"hidden_act": "gelu"}),
         ("cohere", {"logit_scale": -0.5}),
         ("cohere2", {"logit_scale": -0.5}),
+        ("gemma", {"hidden_act": "silu"}),
         ("gemma4_text", {"hidden_activation": "silu"}),
         ("gemma4_text", {"vocab_size_per_layer_input": 320}),
         ("glm4v", {"hidden_act": "gelu"}),
@@ -227,6 +229,16 @@ def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     """Return config.json of a small decoder."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
+
+
+def test_the_activation_of_gemma_is_ours_by_its_older_name_and_without_one() -> None:
+    raw = raw_config("gemma")
+    expected = parse_config(raw, {}, {}, "argosy")
+    for fields in ({"hidden_act": "gelu"}, {"hidden_activation": "silu"}):  # the latter is Gemma 2's
+        assert parse_config({**raw, **fields}, {}, {}, "argosy") == expected
+    assert (
+        parse_config({name: raw[name] for name in raw if name != "hidden_act"}, {}, {}, "argosy") == expected
+    )
 
 
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
@@ -351,6 +363,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
     ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}, True),
     ("ernie4_5", {"use_bias": True}, False),
+    ("gemma", {"attention_bias": True}, False),
     ("gemma4_text", {**DENSE, "attention_bias": True}, False),
     ("gemma4_text", EXPERTS, False),
     ("gemma4_text", EXPERTS, True),

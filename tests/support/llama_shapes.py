@@ -51,6 +51,8 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5_moe", {"moe_layer_start_index": 2, "moe_layer_end_index": 2, "moe_k": 5}),
     ("exaone4", {"sliding_window": 20, "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None, "tie_word_embeddings": True}),
+    ("gemma", {}),
+    ("gemma", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 32, "rope_parameters": _YARN}),
     ("glm", {"attention_bias": False}),
     ("glm", {"head_dim": 32, "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
     ("glm4", {}),

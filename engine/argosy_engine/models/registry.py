@@ -98,6 +98,7 @@ _FAMILIES = {
     **{f"{name}ForCausalLM": _family(name, *_FALCON) for name in ("Bloom", "Falcon", "Mpt")},
     "FalconH1ForCausalLM": _family("FalconH1", *_MAMBA),
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
+    "GemmaForCausalLM": _family("Gemma", "gemma_config:Gemma1Config", _GEMMA[1]),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "Gemma4ForCausalLM": _family("Gemma4Text", "gemma_config:Gemma4Config", "gemma:Gemma4"),
