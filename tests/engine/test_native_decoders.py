@@ -231,6 +231,40 @@ def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "size"),
+    [
+        ("bamba", "mamba_expand", "hidden_size"),
+        ("deepseek_v3", "n_shared_experts", "moe_intermediate_size"),
+        ("dots1", "n_shared_experts", "moe_intermediate_size"),
+        ("ernie4_5_moe", "moe_num_shared_experts", "moe_intermediate_size"),
+        ("falcon_h1", "mamba_expand", "hidden_size"),
+        ("glm4_moe", "n_shared_experts", "moe_intermediate_size"),
+        ("granitemoehybrid", "mamba_expand", "hidden_size"),
+        ("hy_v3", "num_shared_experts", "moe_intermediate_size"),
+        ("solar_open", "n_shared_experts", "moe_intermediate_size"),
+    ],
+)
+def test_a_text_is_not_repeated(model_type: str, name: str, size: str) -> None:
+    """Until the memory is full."""
+    raw = raw_config(model_type, **{name: "many", size: 1 << 50, "mamba_d_ssm": None})
+    with pytest.raises(ConfigError, match="'many' is not a number"):
+        parse_config(raw, {}, {}, "argosy")
+
+
+@pytest.mark.parametrize(
+    ("positions", "fields"),
+    [
+        ("many", {"rope_type": "linear"}),
+        (512, {"rope_type": "yarn", "original_max_position_embeddings": "many"}),
+    ],
+)
+def test_a_context_that_is_a_text_is_not_repeated(positions: Any, fields: dict[str, Any]) -> None:
+    rope = {**fields, "factor": 1 << 50}
+    with pytest.raises(ConfigError, match="'many' is not a number"):
+        parse_config(raw_config("llama", max_position_embeddings=positions, rope_parameters=rope), {}, {})
+
+
 def test_the_activation_of_gemma_is_ours_by_its_older_name_and_without_one() -> None:
     raw = raw_config("gemma")
     expected = parse_config(raw, {}, {}, "argosy")

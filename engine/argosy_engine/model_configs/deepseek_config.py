@@ -20,6 +20,7 @@ from argosy_engine.model_configs.model_config import (
     Size,
     flag,
     layer_count,
+    times,
 )
 from argosy_engine.model_configs.rope_config import RopeParameters, shared_rope_fields
 
@@ -212,7 +213,7 @@ def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:
         "has_float32_router": True,
         "inner": fields["moe_intermediate_size"],
         "is_sparse": is_sparse,
-        "shared_size": fields["moe_intermediate_size"] * (fields["n_shared_experts"] or 0),
+        "shared_size": times(fields["moe_intermediate_size"], fields["n_shared_experts"] or 0),
     }
 
 

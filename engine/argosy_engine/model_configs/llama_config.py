@@ -23,6 +23,7 @@ from argosy_engine.model_configs.model_config import (
     flag,
     layer_count,
     sliding_windows_of,
+    times,
 )
 from argosy_engine.model_configs.rope_config import QueryTemperature, RopeParameters, shared_rope_fields
 
@@ -165,9 +166,9 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
 def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
     """Return the context length. Linear and YaRN scaling extend the config's value; Llama 3's already includes it."""
     if rope["kind"] == "linear":
-        return int(positions * rope["factor"])
+        return int(times(positions, rope["factor"]))
     if rope["kind"] == "yarn":
-        return max(positions, int(rope["original_max_position_embeddings"] * rope["factor"]))
+        return max(positions, int(times(rope["original_max_position_embeddings"], rope["factor"])))
     return positions
 
 

@@ -16,6 +16,7 @@ from argosy_engine.model_configs.model_config import (
     flag,
     layer_count,
     sliding_windows_of,
+    times,
 )
 from argosy_engine.model_configs.rope_config import rope_fields
 
@@ -433,7 +434,7 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
             "is_sparse": tuple(
                 (index + 1) % every == 0 and first <= index <= last for index in range(layers)
             ),
-            "shared_size": inner * raw.get("moe_num_shared_experts", 2),
+            "shared_size": times(inner, raw.get("moe_num_shared_experts", 2)),
             "names": ExpertNames(correction="moe_statics.e_score_correction_bias"),
         },
     }
@@ -488,7 +489,7 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 1)),
-            "shared_size": inner * raw.get("n_shared_experts", 1),
+            "shared_size": times(inner, raw.get("n_shared_experts", 1)),
         },
     }
 
@@ -508,7 +509,7 @@ def _solar_open(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _all(raw, True),
-            "shared_size": inner * raw.get("n_shared_experts", 1),
+            "shared_size": times(inner, raw.get("n_shared_experts", 1)),
         },
     }
 
@@ -535,7 +536,7 @@ def _hy_v3(raw: RawConfig) -> dict[str, Any]:
             "inner": inner,
             "is_sparse": sparse_by_type(raw),
             # With none transformers makes one of the size of a dense layer's MLP.
-            "shared_size": inner * raw.get("num_shared_experts", 1) or raw.get("intermediate_size"),
+            "shared_size": times(inner, raw.get("num_shared_experts", 1)) or raw.get("intermediate_size"),
             "shared": "shared_mlp",
             "names": ExpertNames(router="router.gate", correction="expert_bias"),
         },
@@ -559,7 +560,7 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 0)),
-            "shared_size": inner * (raw.get("n_shared_experts") or 0),
+            "shared_size": times(inner, raw.get("n_shared_experts") or 0),
         },
     }
 
