@@ -133,6 +133,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral3", {"hidden_act": "gelu"}),
         ("qwen3_vl_moe", {"moe_intermediate_size": 32}),
+        ("stablelm", {"qk_layernorm": True}),
         ("starcoder2", {"hidden_act": "silu"}),
     ],
 )
@@ -424,6 +425,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen3_vl_moe", {"mlp_only_layers": [1]}, True),
     ("solar_open", {**GROUPS, "attention_bias": True}, False),
     ("solar_open", {"n_shared_experts": 2}, True),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}, False),
     ("starcoder2", {}, False),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""

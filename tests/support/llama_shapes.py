@@ -104,6 +104,11 @@ LLAMA_SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 40}),
     ("seed_oss", {}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("stablelm", {}),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "tie_word_embeddings": True,
+                  "layer_norm_eps": 0.01, "num_key_value_heads": 4}),
+    ("stablelm", {"rope_parameters": {**_YARN, "partial_rotary_factor": 0.5}, "attention_bias": True,
+                  "mlp_bias": True}),  # which it does not know
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "head_dim": 24, "sliding_window": 20,
                     "norm_epsilon": 0.01}),

@@ -662,7 +662,7 @@ KV_HEADS = {
         (8, "Glm4Moe GptOss HYV3 Llama4 MiniMaxM2 Ministral3 Mistral Mixtral SeedOss SolarOpen"),
         (16, "Qwen2Moe"),
         (20, "Helium"),
-        (32, "Dots1 Exaone4 Qwen2 Qwen3"),
+        (32, "Dots1 Exaone4 Qwen2 Qwen3 StableLm"),
     )
     for name in names.split()
 }
