@@ -552,7 +552,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="how the model writes tool calls, by vLLM's names: cohere_command3, cohere_command4, "
             "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, ernie45, gemma4, glm45, glm47, granite, "
-            "granite4, hermes, kimi_k2, lfm2, llama3_json, llama4_json, llama4_pythonic, llama_nemotron_json, "
+            "granite4, hermes, hy_v3, kimi_k2, lfm2, llama3_json, llama4_json, llama4_pythonic, llama_nemotron_json, "
             "minimax_m2, mistral, nemotron_json, olmo3, openai, pythonic, qwen3_coder, qwen3_json, qwen3_xml, "
             "seed_oss, solar_open; default: chosen by the chat template and config.json"
         ),
@@ -561,7 +561,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
             description="how the model marks its reasoning, by vLLM's names: cohere_command3, cohere_command4, "
-            "deepseek_r1, deepseek_v3, ernie45, gemma4, glm45, glm47, granite, kimi_k2, minimax_m2, mistral, "
+            "deepseek_r1, deepseek_v3, ernie45, gemma4, glm45, glm47, granite, hy_v3, kimi_k2, minimax_m2, mistral, "
             "nemotron_v3, olmo3, openai_gptoss, qwen3, seed_oss, "
             "solar_open; default: chosen by the chat template"
         ),

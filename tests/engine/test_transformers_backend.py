@@ -248,7 +248,7 @@ def test_a_scan_that_begins_without_a_state_is_found_though_rounding_hides_it(
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_used(tmp_path: Path) -> None:
-    reference = write_checkpoint("gemma", tmp_path)
+    reference = write_checkpoint("vaultgemma", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))

@@ -285,6 +285,18 @@ def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
         raise ConfigError(f"{name}: {error}") from None
 
 
+def times(first: Any, second: Any) -> Any:
+    """Multiply two values of config.json, where a text would be repeated, perhaps until the memory is full.
+
+    Raises:
+        ConfigError: one of them is not a number.
+    """
+    for value in (first, second):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"malformed: {str(value)[:80]!r} is not a number")
+    return first * second
+
+
 def flag(raw: RawConfig, name: str, default: bool = False) -> bool:
     """Return a field that is true or false; null is false.
 
