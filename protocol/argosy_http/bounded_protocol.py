@@ -272,6 +272,16 @@ async def _send_until_close(
     await send(message)
 
 
+async def _send_to_who_may_wait(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
+    """Send a message of a response to a client that waits for `100 Continue`. If it was not told to continue, nobody
+    knows whether its body will follow (RFC 9110, 10.1.1): the connection is closed after the response."""
+    if cycle.waiting_for_100_continue and cycle.more_body and not cycle.body:
+        cycle.keep_alive = False
+    await send(message)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Protocol that answers a request beyond a bound with an error and closes the connection, before the request's end.
 
@@ -438,6 +448,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # It knows no chunks (RFC 9112, 6.1); the connection is closed after the response.
             self.cycle.chunked_encoding = False
             self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+            self.cycle.waiting_for_100_continue = False  # which it does not know either (RFC 9110, 10.1.1)
+        elif self.cycle.waiting_for_100_continue:
+            self.cycle.send = partial(_send_to_who_may_wait, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         offer_client_connection(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
