@@ -12,6 +12,7 @@ import functools
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -272,7 +273,7 @@ class Kernels:
         out, units = weight.shape[0], weight.shape[1] * weight.itemsize // 4
         panel = 2 * self.lanes
         weight = weight.contiguous()
-        packed = allocate((-(-out // panel), units, panel), torch.int32)
+        packed = _weights.allocate((-(-out // panel), units, panel), torch.int32)
         self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), out, units, is_gated)
         bias = self._laid_out(bias, is_gated=is_gated)
         struct = LinearStruct(packed.data_ptr(), _address(bias), out=out, units=units)
@@ -294,9 +295,9 @@ class Kernels:
             is_gated: see `pack_linear`.
         """
         out, inputs = weight.integers.shape
-        panels = -(-out // (2 * self.lanes))
+        panels = -(-out // (4 * self.lanes)) * 2
         integers = weight.integers.contiguous()
-        packed = allocate((panels, inputs * 2 * self.lanes * weight.bits // 8), torch.uint8)
+        packed = _weights.allocate((panels, inputs * 2 * self.lanes * weight.bits // 8), torch.uint8)
         self._library.argosy_pack_quantized(
             integers.data_ptr(), packed.data_ptr(), out, inputs, weight.bits, is_gated
         )
@@ -305,7 +306,7 @@ class Kernels:
             if numbers is None:
                 return None
             numbers = numbers.contiguous()
-            arranged = allocate((panels, numbers.shape[1], 2 * self.lanes), torch.float32)
+            arranged = _weights.allocate((panels, numbers.shape[1], 2 * self.lanes), torch.float32)
             self._library.argosy_pack_linear(
                 numbers.data_ptr(), arranged.data_ptr(), *numbers.shape, is_gated
             )
@@ -544,6 +545,33 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+class _Arena:
+    """Memory for tensors that live as long as a model. Small ones share a mapping, because the kernel backs only whole,
+    aligned 2 MiB of one with huge pages. A mapping ends with the last of its tensors."""
+
+    _MAPPING = 64 << 20
+    _ALIGNMENT = 4096
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: torch.Tensor | None = None
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a zeroed tensor."""
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        if num_bytes > self._MAPPING // 4:
+            return allocate(shape, dtype)
+        size = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        with self._lock:
+            if self._free is None or len(self._free) < size:
+                self._free = allocate((self._MAPPING,), torch.uint8)
+            taken, self._free = self._free[:num_bytes], self._free[size:]
+        return taken.view(dtype).view(*shape)
+
+
+_weights = _Arena()
 
 
 @functools.cache
