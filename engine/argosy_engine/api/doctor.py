@@ -55,7 +55,7 @@ from argosy_engine.model_configs.sharding import Stage, all_stages
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
 from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
-from argosy_engine.native.build import has_kernels
+from argosy_engine.native.build import describe_choice, has_kernels
 from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_engine.sizing.kv_cache_sizing import (
@@ -112,6 +112,8 @@ class Diagnosis(Struct, kw_only=True):
     weights: str | None = None
     """In which schemes quantised weights are, or which types those of a GGUF file have, what becomes of them at load
     and why, and their size in the files."""
+    kernels: str | None = None
+    """Which CPU kernels compute, and by what they were chosen, if any do."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -250,6 +252,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         parsers=parsers,
         data_parallel_size=args.data_parallel_size,
         weights=weights,
+        kernels=describe_choice() if has_kernels(dtype, device.device) else None,
     )
     try:
         budget = scarcest(
@@ -361,6 +364,8 @@ def _render(diagnosis: Diagnosis) -> str:
         lines.append(f"modelling code: transformers', because {diagnosis.modelling_reason}")
     lines += diagnosis.notices
     lines.append(f"attention backend {backend}")
+    if diagnosis.kernels is not None:
+        lines.append(f"CPU kernels {diagnosis.kernels}")
     if diagnosis.tokenizer is not None:
         lines.append(f"tokenizer {diagnosis.tokenizer}")
     if diagnosis.parsers is not None:

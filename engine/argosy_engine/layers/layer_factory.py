@@ -576,7 +576,9 @@ class LayerFactory:
             return self._absent().output_head(embedding, vocab_size, is_tied=False)
         name, in_features = "lm_head", embedding.weight.shape[1]
         outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
-        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)
+        spec = LinearSpec(
+            {name: vocab_size}, in_features, outputs=outputs, keeps_precision=True, is_head=True
+        )
         head = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
         if self.sharding.size == 1:
             return head

@@ -44,6 +44,7 @@ from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, g
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
+    HEAD_BITS,
     INTEGER_BITS,
     QuantizationConfig,
     check_online_quantization,
@@ -335,7 +336,11 @@ def _online_integers(bits: int, dtype: torch.dtype, device: torch.device) -> Lin
             f"--quantization int{bits} needs the CPU kernels, which are off or do not run here in "
             f"{str(dtype).removeprefix('torch.')}; leave the flag out"
         )
-    logger.info("weights are quantised to int%d as they are loaded, in groups of up to 128 inputs", bits)
+    logger.info(
+        "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs, the output head to int%d",
+        bits,
+        HEAD_BITS,
+    )
     return OnlineIntLinearMethod(bits, loaded)
 
 
@@ -419,8 +424,9 @@ class Product(ABC):
 class OnlineIntLinearMethod(LinearMethod):
     """Quantises unquantised weights to integers as they are loaded, for native/src/quantized_linear.h.
 
-    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. Layers whose spec
-    keeps their precision are left as they are, and so are layers whose inputs no group divides.
+    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. The output head has
+    `HEAD_BITS`, of a tied embedding only in its role as head. Other layers whose spec keeps their precision are left as
+    they are, and so are layers whose inputs no group divides.
 
     Args:
         bits: 8 or 4.
@@ -432,9 +438,10 @@ class OnlineIntLinearMethod(LinearMethod):
         self._bits, self._kernels = bits, loaded
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
-        if spec.keeps_precision:
+        if spec.keeps_precision and not spec.is_head:
             return super().load(weights, spec)
-        return self.make(take_fused(weights, spec), take_bias(weights, spec))
+        bits = HEAD_BITS if spec.is_head else self._bits
+        return self._quantised(take_fused(weights, spec), take_bias(weights, spec), bits)
 
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         if spec.keeps_precision:
@@ -442,7 +449,13 @@ class OnlineIntLinearMethod(LinearMethod):
         return self.make_gated(take_fused(weights, spec), take_bias(weights, spec), activation)
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if (quantized := quantized_weight(weight, self._bits)) is None:
+        return self._quantised(weight, bias, self._bits)
+
+    def tie(self, embedding: torch.Tensor) -> Linear:
+        return self._quantised(embedding, None, HEAD_BITS)
+
+    def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Linear:
+        if (quantized := quantized_weight(weight, bits)) is None:
             return super().make(weight, bias)
         return quantized_linear_of(self._kernels, quantized, bias, weight.dtype)
 

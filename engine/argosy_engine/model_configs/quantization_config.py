@@ -28,6 +28,8 @@ from argosy_engine.model_configs.weight_schemes import (
 )
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
+HEAD_BITS = 8
+"""Of the output head, whatever the layers have: its rounding is seen in every log probability."""
 """Values of `--quantization` that quantise to integers on a CPU, and their bits."""
 
 PACKED_SCHEMES = (GptqScheme, AwqScheme, PackedIntScheme, IntScheme, Bnb8Scheme)

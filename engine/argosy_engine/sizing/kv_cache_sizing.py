@@ -33,7 +33,12 @@ from argosy_engine.model_configs.model_config import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
-from argosy_engine.model_configs.quantization_config import INTEGER_BITS, check_quantization, group_size
+from argosy_engine.model_configs.quantization_config import (
+    HEAD_BITS,
+    INTEGER_BITS,
+    check_quantization,
+    group_size,
+)
 from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
@@ -154,9 +159,14 @@ def estimate_weights(
     is_headless = config.pooling is not None
     if config.tie_word_embeddings or is_headless:
         elements = {name: count for name, count in elements.items() if name != HEAD}
-    num_fp8 = num_integers = num_packed = packed_bytes = 0
+    num_fp8 = num_integers = num_packed = packed_bytes = num_head = 0
     bits = INTEGER_BITS.get(quantization or "") if stored is None else None
+    num_tied = 0
+    if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
+        # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
+        num_tied = -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     if bits is not None:
+        num_head = num_tied + elements.get(HEAD, 0) if group_size(config.hidden_size) else 0
         num_integers = sum(
             count for name, count in elements.items() if _is_quantised_online(config, name, count)
         )
@@ -166,12 +176,10 @@ def estimate_weights(
         elements, num_fp8 = stored.widened_elements(elements)
     if device != "cuda" or itemsize != 2 or config.widens_fp8:
         num_fp8 = 0
-    total = sum(elements.values()) - num_fp8 - num_integers - num_packed
-    if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
-        # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
-        total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
-    scales = num_integers * 4 // (group_size(config.hidden_size) or 32)
-    return total * itemsize + num_fp8 + num_integers * (bits or 0) // 8 + scales + packed_bytes
+    total = sum(elements.values()) + num_tied - num_fp8 - num_integers - num_packed - num_head
+    scales = (num_integers + num_head) * 4 // (group_size(config.hidden_size) or 32)
+    integers = (num_integers * (bits or 0) + num_head * HEAD_BITS) // 8
+    return total * itemsize + num_fp8 + integers + scales + packed_bytes
 
 
 def _is_quantised_online(config: ModelConfig, name: str, count: int) -> bool:

@@ -34,6 +34,7 @@ from argosy_engine.model_configs.model_config import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
+from argosy_engine.model_configs.quantization_config import HEAD_BITS, INTEGER_BITS
 from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
@@ -423,6 +424,7 @@ class Worker:
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
             *([f"quantization {args.quantization}"] if args.quantization else []),
+            *([f"head int{HEAD_BITS}"] if args.quantization in INTEGER_BITS else []),
             # Scales multiply sums, which rounds otherwise than widened weights do.
             *(["packed integers"] if not is_dummy and self._keeps_integers() else []),
             # Replicas on unlike CPUs must not continue each other's streams.
