@@ -152,6 +152,7 @@ class Request:
         "has_grammar",
         "has_twin_blocks",
         "max_num_tokens",
+        "media_end",
         "mm_features",
         "needs_general_path",
         "num_allocated_tokens",
@@ -256,6 +257,9 @@ class Request:
         """Number of leading chunk ends that are processed: announced where a registered block holds them."""
         self.block_size = block_size
         self.mm_features = message.mm_features
+        """In the order of their positions."""
+        self.media_end = max((each.offset + each.length for each in message.mm_features), default=0)
+        """Tokens up to the end of its last multimodal item."""
         self.adapter = message.adapter
         self.root_hash = root_hash(message.cache_salt, message.adapter) if hash_blocks else None
         self.block_hashes: list[bytes] = []
