@@ -143,6 +143,9 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     """Request id -> reason why the request cannot continue."""
     lost: str = ""
     """Why the step is lost as a whole, with the keys and values that it should have written. Empty: it is not."""
+    failed_encodings: dict[str, str] = {}
+    """Identifier -> reason why a multimodal item could not be encoded. Requests with it have computed nonsense, which
+    others may share already."""
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,10 @@ that computes the item's last token; the step under construction holds what any 
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import prod
 
-from argosy_engine.messages import EncoderInput, MultimodalFeature
+from argosy_engine.messages import EncoderInput, EngineCoreRequest, MultimodalFeature
+from argosy_engine.model_configs.vision_config import VisionSpec
 
 _STEP = ""
 """Holds what the step under construction reads; no request has this id."""
@@ -128,3 +130,27 @@ class EncoderCacheManager:
 def encoder_input(feature: MultimodalFeature) -> EncoderInput:
     """Return what a step gives the workers of an item."""
     return EncoderInput(feature.identifier, feature.modality, feature.num_embeds, feature.inputs)
+
+
+def check_features(message: EngineCoreRequest, spec: VisionSpec | None) -> None:
+    """Check that the multimodal items of a request are what its prompt and the model say.
+
+    Raises:
+        ValueError: they are not. No request of a client can cause that.
+    """
+    if spec is None:
+        raise ValueError("this engine serves no images")
+    end = 0
+    for feature in message.mm_features:
+        start, end, before = feature.offset, feature.offset + feature.length, end
+        if not feature.identifier or feature.modality != "image":
+            raise ValueError(f"an item is {feature.modality!r} without an identifier, or no image")
+        if start < before or end > len(message.prompt_token_ids):
+            raise ValueError(
+                f"placeholders {start} to {end} of an image are beyond the prompt or another image"
+            )
+        placeholders = message.prompt_token_ids[start:end].count(spec.image_token_id)
+        if placeholders != feature.num_embeds:
+            raise ValueError(f"an image of {feature.num_embeds} embeddings has {placeholders} placeholders")
+        if spec.mrope_section and (len(feature.grid) != 3 or prod(feature.grid) != placeholders):
+            raise ValueError(f"the grid {feature.grid} of an image is not of {placeholders} placeholders")

@@ -143,7 +143,7 @@ class DeviceInputs:
         index = np.arange(first, first + step.num_tokens)
         index[step.late] = step.late_slots
         token_index = staging.put(_padded(index, padding, self._padding))
-        positions = staging.put(_padded(step.positions, padding, 0))
+        positions = staging.put(_padded(step.model_positions, padding, 0))
         block_of, offsets = np.divmod(step.positions, self._block_size)
         slot_mappings = []
         for tables in batch.block_tables:

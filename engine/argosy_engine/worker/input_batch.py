@@ -158,6 +158,13 @@ class StepArrays:
     """[L]: slots of their requests."""
     sampled: SampledRows
     """The requests that sample a token."""
+    rotary_rows: Ints | None = None
+    """[T]: rows of the rotary tables, where they are not `positions`."""
+
+    @property
+    def model_positions(self) -> Ints:
+        """[T]: `AttentionMetadata.positions`."""
+        return self.positions if self.rotary_rows is None else self.rotary_rows
 
     @property
     def num_tokens(self) -> int:
@@ -305,7 +312,7 @@ class HostInputs:
         starts[1:] = step.ends
         lens = step.seq_lens.astype(np.int32)
         query_start_loc, seq_lens = torch.from_numpy(starts), torch.from_numpy(lens)
-        positions = torch.from_numpy(step.positions)
+        positions = torch.from_numpy(step.model_positions)
         metas = [
             AttentionMetadata(
                 num_decodes=step.num_decodes,

@@ -38,7 +38,6 @@ from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
-from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import Kernels, kernels, kernels_for
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
@@ -155,7 +154,11 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             config = load_model_config(self._path, args.model_use)
-            if config.wrapper is not None and self.rank == 0:
+            if config.vision is not None and (
+                config.pooling is not None or args.pipeline_parallel_size > 1
+            ):  # whose first stage alone would embed them
+                config = msgspec.structs.replace(config, vision=None)
+            if config.wrapper is not None and config.vision is None and self.rank == 0:
                 logger.info(
                     "%s: its text part is served, as with --language-model-only; requests with images, video or sound "
                     "are refused",
@@ -213,6 +216,9 @@ class Worker:
         with self._phase("weights"):
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             loaded = self._load()
+            if loaded.images is None and config.vision is not None:
+                logger.warning("the checkpoint has no encoder of images: texts alone are served")
+                self._config = config = msgspec.structs.replace(config, vision=None)
             if device.type == "cuda":
                 # An estimate would not know what was quantised.
                 weights_bytes = torch.cuda.memory_allocated(device) - before
@@ -240,7 +246,7 @@ class Worker:
         else:
             with self._phase("profile"):
                 activation_bytes = measure_activations(
-                    lambda blocks, length: self._make_runner(loaded.model, blocks, length),
+                    lambda blocks, length: self._make_runner(loaded, blocks, length),
                     args,
                     longest,
                     device,
@@ -268,7 +274,7 @@ class Worker:
                 num_states=num_states,
                 request_blocks=request_blocks(groups, max_model_len, args),
             )
-            self._runner = self._make_runner(loaded.model, num_blocks, max_model_len, num_states)
+            self._runner = self._make_runner(loaded, num_blocks, max_model_len, num_states)
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
                 warm_up(
@@ -341,13 +347,13 @@ class Worker:
         self._runner = runner
 
     def _reload(self) -> ModelRunner:
-        model = self._load().model
+        loaded = self._load()
         if self._current_fingerprint() != self._fingerprint:
             raise ConfigError(
                 f"the checkpoint in {self._path} has changed since this engine started; restart it"
             )
         budget = self._budget
-        return self._make_runner(model, budget.num_blocks, budget.max_model_len, budget.num_states)
+        return self._make_runner(loaded, budget.num_blocks, budget.max_model_len, budget.num_states)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -391,6 +397,7 @@ class Worker:
             exchange=self._exchange,
             compiler=self._compilation.compiler if self._compilation else None,
             on_read=lambda done, total: self.on_load_step(LoadStep("weights", done, total)),
+            max_step_tokens=self.args.max_num_batched_tokens,
         )
 
     @property
@@ -446,13 +453,13 @@ class Worker:
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
     def _make_runner(
-        self, model: CausalLM, num_blocks: int, max_model_len: int, num_states: int = 2
+        self, loaded: LoadedModel, num_blocks: int, max_model_len: int, num_states: int = 2
     ) -> ModelRunner:
         group = self._parallel.pipeline
         pipeline = None
         if group.size > 1:
             pipeline = Pipeline(
-                model,
+                loaded.model,
                 group,
                 self._config.hidden_size,
                 self._dtype,
@@ -460,7 +467,7 @@ class Worker:
                 max_num_tokens=max(self.args.max_num_batched_tokens, self.args.max_num_seqs),
             )
         return ModelRunner(
-            model,
+            loaded.model,
             self._config,
             num_blocks=num_blocks,
             block_size=self.args.block_size,
@@ -476,6 +483,7 @@ class Worker:
             # Padding is exchanged with these ranks, but not between stages.
             num_states=num_states,
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
+            images=loaded.images,
         )
 
     def _counted(self, phase: str) -> Callable[[], None]:
