@@ -17,7 +17,6 @@ from msgspec import Meta, Struct
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.model_configs.model_use import PoolingSpec
-from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.sample.token_logprobs import LogprobsMode
 from argosy_protocol.program.flags import InvalidValue, convert
 
@@ -280,8 +279,6 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     request_defaults: RequestDefaults = RequestDefaults()
     pooling: PoolingSpec | None = None
     """How the model pools; None: it generates."""
-    vision: VisionSpec | None = None
-    """How it sees images; None: it does not."""
     kv_cache_metrics: bool = False
     rank_memory: tuple[MemoryBudget, ...] = ()
     """With data parallelism the memory budget of each rank."""

@@ -70,7 +70,6 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         tokenizer=tokenizer,
         request_defaults=args.request_defaults,
         pooling=info.config.pooling,
-        vision=info.config.vision,
         kv_cache_metrics=args.kv_cache_metrics,
     )
 

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from argosy_engine.errors import ConfigError
-from argosy_engine.messages import EncoderInput, MediaTensor
 from argosy_engine.model_configs.transformers_config import read_hf_config
 from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.models.transformers_classes import text_modules, wrapper_class
@@ -41,25 +40,28 @@ class ImageEncoder:
         self._num_deepstack = spec.num_deepstack
         self.hidden_size = hidden_size
         self.device, self.dtype = device, model.dtype
-        self.elements = {f"vision: {name}": each.numel() for name, each in model.named_parameters()}
-        """Number of elements of each weight, by name."""
+        self.num_bytes = sum(each.nbytes for each in model.parameters())
+        """Of its weights."""
 
-    def encode(self, item: EncoderInput) -> torch.Tensor:
-        """Return an item's embeddings [num_embeds, hidden_size], and beside them, if there are any, the features for
-        the first layers: [num_embeds, (1 + num_deepstack) * hidden_size].
+    def encode(self, inputs: Mapping[str, torch.Tensor], num_embeds: int) -> torch.Tensor:
+        """Return the embeddings of one image [num_embeds, hidden_size], and beside them, if there are any, the features
+        for the first layers: [num_embeds, (1 + num_deepstack) * hidden_size].
+
+        Args:
+            inputs: arguments of `get_image_features`, as the processor makes them.
 
         Raises:
-            ValueError: they are not as many as the item has placeholders.
+            ValueError: there are not `num_embeds` of them.
         """
-        given = {name: self._tensor(each) for name, each in item.inputs.items()}
+        given = {name: self._on_device(each) for name, each in inputs.items()}
         output = self._asked.get_image_features(**given, return_dict=True)
         parts = [self._rows(output)]
         if self._num_deepstack:
             parts += [_joined(each) for each in output.deepstack_features]
         encoded = torch.cat([each.to(self.dtype) for each in parts], dim=-1)
-        if encoded.shape != (item.num_embeds, (1 + self._num_deepstack) * self.hidden_size):
+        if encoded.shape != (num_embeds, (1 + self._num_deepstack) * self.hidden_size):
             raise ValueError(
-                f"the encoder gave {list(encoded.shape)} for {item.num_embeds} placeholders of an {item.modality}"
+                f"the encoder gave {list(encoded.shape)} for {num_embeds} placeholders of an image"
             )
         return encoded
 
@@ -70,10 +72,8 @@ class ImageEncoder:
             return projected
         return _joined(output.pooler_output)
 
-    def _tensor(self, stored: MediaTensor) -> torch.Tensor:
-        tensor = torch.frombuffer(bytearray(stored.data), dtype=getattr(torch, stored.dtype))
-        tensor = tensor.view(stored.shape).to(self.device)
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
 
 def _joined(features: Any) -> torch.Tensor:

@@ -225,7 +225,7 @@ def load_model(
         if encoder is None:
             return LoadedModel(model, elements)
         images = LoadedImages(spec, encoder, image_rotary)
-        return LoadedModel(model, {**elements, **encoder.elements}, images)
+        return LoadedModel(model, elements, images)
 
     with torch.inference_mode():
         plan = taken = plan_weights(config, dtype)

@@ -129,6 +129,19 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     return max(layer, rows * config.vocab_size * sampling)
 
 
+def encoder_cache_bytes(args: EngineArgs, config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of the outputs of the encoder of images that a worker keeps (`EncoderCacheManager`); 0 without
+    one.
+
+    Args:
+        itemsize: bytes per element.
+    """
+    if config.vision is None:
+        return 0
+    kept = max(args.max_num_batched_tokens, wanted_model_len(args, config))
+    return kept * (1 + config.vision.num_deepstack) * config.hidden_size * itemsize
+
+
 def estimate_weights(
     config: ModelConfig,
     elements: Mapping[str, int],

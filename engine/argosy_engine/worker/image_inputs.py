@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from argosy_engine.attention.backend import DeepstackFeatures, ModelInputs
-from argosy_engine.messages import EncoderInput, NewRequest, SchedulerOutput
+from argosy_engine.messages import EncoderInput, MediaTensor, NewRequest, SchedulerOutput
 from argosy_engine.models.loader import LoadedImages
 from argosy_engine.worker.input_batch import Ints, StepArrays
 
@@ -69,7 +69,8 @@ class ImageInputs:
         failed: dict[str, str] = {}
         for item in step.encoder_inputs:
             try:
-                self._outputs[item.identifier] = self._encoder.encode(item)
+                inputs = {name: _tensor(each) for name, each in item.inputs.items()}
+                self._outputs[item.identifier] = self._encoder.encode(inputs, item.num_embeds)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever transformers' modules raise
@@ -159,6 +160,11 @@ class ImageInputs:
                     output = self._outputs[image.identifier][low:high]
                     parts.append((first + image.positions[low:high] - start, output))
         return parts
+
+
+def _tensor(stored: MediaTensor) -> torch.Tensor:
+    tensor = torch.frombuffer(bytearray(stored.data), dtype=getattr(torch, stored.dtype))
+    return tensor.view(stored.shape)
 
 
 def _spans(step: StepArrays) -> list[tuple[int, int, int, int]]:

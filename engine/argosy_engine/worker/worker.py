@@ -43,6 +43,7 @@ from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
 from argosy_engine.sample.sampler import SamplerOptions, self_test
 from argosy_engine.sizing.kv_cache_sizing import (
+    encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
     plan_memory,
@@ -233,6 +234,8 @@ class Worker:
                     args.quantization,
                     keeps_integers=args.load_format != "dummy" and self._keeps_integers(),
                 )
+                if loaded.images is not None:
+                    weights_bytes += loaded.images.encoder.num_bytes
         if self._compilation is not None:
             with self._phase("compile"):
                 if not self._compilation.prepare(loaded.model, dtype, device, self._counted("compile")):
@@ -253,6 +256,7 @@ class Worker:
                     memory,
                     self._graph_sizes(),
                 )
+        activation_bytes += encoder_cache_bytes(args, config, dtype.itemsize)
         with self._phase("kv cache"):
             groups = self._groups()
             budget = plan_memory(
