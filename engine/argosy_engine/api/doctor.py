@@ -60,6 +60,7 @@ from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,
+    as_served,
     dummy_elements,
     encoder_cache_bytes,
     estimate_activations,
@@ -165,7 +166,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         FetchFailed: the model's source does not answer.
     """
     with model_headers(args) as path:
-        config = load_model_config(path, args.model_use)
+        config = as_served(args, load_model_config(path, args.model_use))
         sampling_defaults(path, args.request_defaults)
         has_weights = args.load_format != "dummy"
         tokenizer = args.tokenizer_path

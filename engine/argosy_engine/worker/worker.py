@@ -43,6 +43,7 @@ from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
 from argosy_engine.sample.sampler import SamplerOptions, self_test
 from argosy_engine.sizing.kv_cache_sizing import (
+    as_served,
     encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
@@ -155,10 +156,7 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             config = load_model_config(self._path, args.model_use)
-            if config.vision is not None and (
-                config.pooling is not None or args.pipeline_parallel_size > 1
-            ):  # whose first stage alone would embed them
-                config = msgspec.structs.replace(config, vision=None)
+            config = as_served(args, config)
             if config.wrapper is not None and config.vision is None and self.rank == 0:
                 logger.info(
                     "%s: its text part is served, as with --language-model-only; requests with images, video or sound "
