@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from contextlib import closing
@@ -31,6 +32,7 @@ from transformers_checkpoints import architecture_of, write_checkpoint
 
 TYPES = (
     *(
+        "gemma3",
         "glm4v",
         "glm4v_moe",
         "idefics3",
@@ -108,7 +110,29 @@ def test_of_several_ranks_each_encodes(model_type: str, flags: dict[str, Any], t
         assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("flags", [{"attention_backend": "torch"}, {"max_num_batched_tokens": 16}], ids=str)
+def test_tokens_of_an_image_attend_to_all_of_it(flags: dict[str, Any], tmp_path: Path) -> None:
+    model = written("gemma3", tmp_path)
+    prompts = prompts_of(model)
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    with closing(client_of(tmp_path, max_num_seqs=4, **flags)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+        assert generated(client, list(requests_of(model, prompts, COUNT, 10))) == expected, "cached"
+
+
+def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
+    written("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mm_tokens_per_image": 36}))
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    request = next(iter(requests_of(model, prompts_of(model), COUNT)))
+    with closing(client_of(tmp_path, max_num_batched_tokens=32, max_num_seqs=4)) as client:
+        with pytest.raises(ValueError, match="36 tokens of an image"):
+            client.add_request(request)
+        assert generated(client, list(requests_of(model, [[[40, 41, 42]]], COUNT)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "gemma3"])
 def test_a_request_that_is_preempted_sees_its_images_again(model_type: str, tmp_path: Path) -> None:
     model = written(model_type, tmp_path)
     prompts = [each for each in prompts_of(model) if len(each) > 1]
@@ -194,8 +218,7 @@ def test_a_checkpoint_without_its_encoder_serves_texts_alone(
     file = tmp_path / "model.safetensors"
     tensors = {name: each for name, each in load_file(file).items() if "visual" not in name}
     save_file(tensors, file, metadata={"format": "pt"})
-    with closing(client_of(tmp_path)) as client:
-        assert client.config.vision is None
+    client_of(tmp_path).close()
     assert "no encoder of images" in caplog.text
 
 

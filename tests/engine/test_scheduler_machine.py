@@ -184,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pictures=st.lists(
             st.tuples(st.sampled_from("pqr"), st.integers(0, 9), st.integers(1, 8)), max_size=3
         ),
+        are_whole=st.booleans(),
     )
     def add(
         self,
@@ -195,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies: int,
         call: str,
         pictures: list[tuple[str, int, int]],
+        are_whole: bool,
     ) -> None:
         call_id = f"{call}{priority}" if call else ""
         features = [] if self.scheduler.pipeline_parallel_size > 1 else features_of(len(prompt), pictures)
@@ -212,6 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 mm_features=features,
             )
             request = Request(message, BLOCK, self.scheduler.kv.enable_prefix_caching)
+            if are_whole and self.budget >= 8:
+                request.whole_spans = [(each.offset, each.offset + each.length) for each in features]
             if is_blocked:
                 request.status = RequestStatus.WAITING_FOR_GRAMMAR
                 self.blocked.add(name)
@@ -282,6 +286,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens <= self.budget
         assert len(self.scheduler.running) <= self.max_num_seqs
         assert not self.blocked & set(step.num_scheduled_tokens)
+        for request in self.scheduler.running:
+            done = request.num_computed_tokens
+            assert not any(first < done < end for first, end in request.whole_spans), "a picture in two steps"
         if self.scheduler.requests.keys() - self.blocked:
             assert step.num_scheduled_tokens or self.results or self.scheduler.has_work, "a livelock"
         self.results.append((step, self.worker.execute(step)))

@@ -118,11 +118,12 @@ def reference_tokens(model: Any, parts: Sequence[list[int] | Image], count: int)
     for _ in range(count):
         ids = torch.tensor([found])
         more = dict(given)
-        if model.config.model_type in _GRIDS and images:
+        if model.config.model_type in (*_GRIDS, "gemma3"):
             types = torch.zeros_like(ids)
             for feature in features:
                 types[0, feature.offset : feature.offset + feature.length] = 1
-            more["mm_token_type_ids"] = types
+            if images:
+                more["token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"] = types
         if hasattr(model.base_model, "rope_deltas"):
             model.base_model.rope_deltas = None
         if model.config.model_type == "llama4":  # in transformers 5.24 the whole model fails

@@ -118,10 +118,12 @@ _SMALL_PART: dict[str, Any] = {
 _OWN_PART: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": 64},  # that of the text part
     "llama4": {"intermediate_size": 128},  # of four patches
+    "gemma3": {"image_size": 84},
 }
 _PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 _OWN_WRAPPER: dict[str, dict[str, Any]] = {
-    name: {"image_grid_pinpoints": _PINPOINTS} for name in ("llava_next", "llava_onevision")
+    **{name: {"image_grid_pinpoints": _PINPOINTS} for name in ("llava_next", "llava_onevision")},
+    "gemma3": {"mm_tokens_per_image": 9, "tie_word_embeddings": False},  # tied, tokens repeat themselves
 }
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}
 _OWN_TEXT: dict[str, dict[str, Any]] = {

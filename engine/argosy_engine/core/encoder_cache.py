@@ -132,11 +132,15 @@ def encoder_input(feature: MultimodalFeature) -> EncoderInput:
     return EncoderInput(feature.identifier, feature.modality, feature.num_embeds, feature.inputs)
 
 
-def check_features(message: EngineCoreRequest, spec: VisionSpec | None) -> None:
+def check_features(message: EngineCoreRequest, spec: VisionSpec | None, max_step_tokens: int) -> None:
     """Check that the multimodal items of a request are what its prompt and the model say.
 
+    Args:
+        max_step_tokens: most tokens of a step.
+
     Raises:
-        ValueError: they are not. No request of a client can cause that.
+        ValueError: they are not, which no request of a client can cause, or tokens that have to be computed in one step
+            are more than that.
     """
     if spec is None:
         raise ValueError("this engine serves no images")
@@ -154,3 +158,28 @@ def check_features(message: EngineCoreRequest, spec: VisionSpec | None) -> None:
             raise ValueError(f"an image of {feature.num_embeds} embeddings has {placeholders} placeholders")
         if spec.mrope_section and (len(feature.grid) != 3 or prod(feature.grid) != placeholders):
             raise ValueError(f"the grid {feature.grid} of an image is not of {placeholders} placeholders")
+    for start, end in whole_spans(message, spec):
+        if end - start > max_step_tokens:
+            raise ValueError(
+                f"{end - start} tokens of an image are computed in one step, and steps have at most {max_step_tokens} "
+                "(--max-num-batched-tokens)"
+            )
+
+
+def whole_spans(message: EngineCoreRequest, spec: VisionSpec | None) -> list[tuple[int, int]]:
+    """Return the first position, and that after the last, of the tokens of a request that attend to each other and so
+    have to be computed in one step: each run of an image's placeholders, for models that let them."""
+    if spec is None or not spec.is_bidirectional:
+        return []
+    spans: list[tuple[int, int]] = []
+    for feature in message.mm_features:
+        start = None
+        for position in range(feature.offset, feature.offset + feature.length):
+            if message.prompt_token_ids[position] == spec.image_token_id:
+                start = position if start is None else start
+            elif start is not None:
+                spans.append((start, position))
+                start = None
+        if start is not None:
+            spans.append((start, feature.offset + feature.length))
+    return spans

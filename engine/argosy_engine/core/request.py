@@ -184,6 +184,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "tenant",
+        "whole_spans",
     )
 
     def __init__(self, message: EngineCoreRequest, block_size: int, hash_blocks: bool) -> None:
@@ -260,6 +261,8 @@ class Request:
         """In the order of their positions."""
         self.media_end = max((each.offset + each.length for each in message.mm_features), default=0)
         """Tokens up to the end of its last multimodal item."""
+        self.whole_spans: list[tuple[int, int]] = []
+        """Tokens, from a position to one after them, that are computed in one step. Set by the core."""
         self.adapter = message.adapter
         self.root_hash = root_hash(message.cache_salt, message.adapter) if hash_blocks else None
         self.block_hashes: list[bytes] = []

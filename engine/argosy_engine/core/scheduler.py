@@ -442,6 +442,7 @@ class Scheduler:
         """
         if request.media_end <= start:
             return num_new
+        num_new = self._whole(request, start, num_new, plan)
         for feature in request.mm_features:
             if feature.offset >= start + num_new:
                 break
@@ -453,6 +454,18 @@ class Scheduler:
                 return max(feature.offset - start, 0)
             if self.encoder_cache.hold(request.request_id, feature):
                 plan.encode(encoder_input(feature))
+        return num_new
+
+    def _whole(self, request: Request, start: int, num_new: int, plan: StepPlan) -> int:
+        """Return how many of the `num_new` tokens from `start` on a step may compute such that it computes each of
+        `Request.whole_spans` as a whole: more, if it begins with one and the step has room for all of it, or fewer.
+
+        What of a span is cached was computed together with the rest.
+        """
+        for first, end in request.whole_spans:
+            if first < start + num_new < end:
+                wanted = end - start
+                return wanted if first <= start and wanted <= plan.token_budget else max(first - start, 0)
         return num_new
 
     def _leave_encoded(self, request: Request) -> None:

@@ -61,9 +61,9 @@ class StepPlan:
         self.num_scheduled_tokens[request_id] = num_tokens
         self.token_budget -= num_tokens
         if num_tokens > 1 + num_drafts:
-            self.prefill_budget -= num_tokens
+            self.prefill_budget = max(self.prefill_budget - num_tokens, 0)
             if is_batch and self.batch_prefill_budget is not None:
-                self.batch_prefill_budget -= num_tokens
+                self.batch_prefill_budget = max(self.batch_prefill_budget - num_tokens, 0)
 
     def drop(self, request_id: str) -> int:
         """Remove a request from the step; return the number of tokens that it would have computed."""

@@ -14,22 +14,13 @@ from argosy_engine.errors import ConfigError
 SEEING_WRAPPERS = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
-        *(
-            "Glm4v",
-            "Glm4vMoe",
-            "Idefics3",
-            "InternVL",
-            "Llama4",
-            "Llava",
-            "LlavaNext",
-            "LlavaOnevision",
-            "Mistral3",
-        ),
+        *("Gemma3", "Glm4v", "Glm4vMoe", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
+        *("LlavaOnevision", "Mistral3"),
         *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "SmolVLM"),
     )
 )
-"""Wrappers whose images are served: those that put the encoder's outputs in the place of a token's embeddings and let
-their tokens attend as those of texts do. Tests hold each against transformers."""
+"""Wrappers whose images are served: those that put the encoder's outputs in the place of a token's embeddings. Tests
+hold each against transformers."""
 _SECTIONS = {
     **dict.fromkeys(("glm4v", "glm4v_moe"), (8, 12, 12)),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),
@@ -51,6 +42,8 @@ class VisionSpec(Struct, frozen=True, kw_only=True):
     """Of M-RoPE (arXiv 2409.12191), how many pairs of a head turn by frame, row and column; empty: it has RoPE."""
     is_mrope_interleaved: bool = False
     """Whether these pairs alternate (Qwen3-VL), instead of following each other."""
+    is_bidirectional: bool = False
+    """Whether the tokens of an image attend to all of it (Gemma 3), so that it is computed in one step."""
     num_deepstack: Annotated[int, Meta(ge=0, le=64)] = 0
     """Number of first layers to whose outputs features of the encoder's own layers are added (DeepStack, arXiv
     2406.04334)."""
@@ -102,5 +95,6 @@ def vision_spec(fields: Mapping[str, Any], config: Any) -> VisionSpec:
         image_token_id=image_token,
         mrope_section=section,
         is_mrope_interleaved=config.model_type in _INTERLEAVED_TYPES,
+        is_bidirectional=config.model_type == "gemma3",
         num_deepstack=len(layers),
     )

@@ -130,6 +130,26 @@ class ImageInputs:
                 each.write_rows(written)
         return rows
 
+    def key_ends(self, step: StepArrays) -> NDArray[np.int32] | None:
+        """Return where the keys of each token end, int32 [T], if tokens of an image attend to all of it; None: all
+        attend to themselves and those before."""
+        if not self._spec.is_bidirectional:
+            return None
+        ends: NDArray[np.int32] | None = None
+        for first, start, end, slot in _spans(step):
+            for image in self._images.get(slot, ()):
+                low, high = np.searchsorted(image.positions, (start, end))
+                if low == high:
+                    continue
+                if ends is None:
+                    ends = (step.positions + 1).astype(np.int32)
+                places = image.positions[low:high]
+                # A run ends where the next placeholder is not the next token.
+                lasts = np.flatnonzero(np.append(np.diff(places) != 1, True))
+                run_of = np.searchsorted(lasts, np.arange(len(places)))
+                ends[first + places - start] = places[lasts][run_of] + 1
+        return ends
+
     def has_images(self, step: StepArrays) -> bool:
         """Whether the step computes tokens of images."""
         return bool(self._images) and any(True for _ in self._parts(step))

@@ -160,6 +160,8 @@ class StepArrays:
     """The requests that sample a token."""
     rotary_rows: Ints | None = None
     """[T]: rows of the rotary tables, where they are not `positions`."""
+    key_ends: NDArray[np.int32] | None = None
+    """[T]: `AttentionMetadata.key_ends`."""
 
     @property
     def model_positions(self) -> Ints:
@@ -313,6 +315,7 @@ class HostInputs:
         lens = step.seq_lens.astype(np.int32)
         query_start_loc, seq_lens = torch.from_numpy(starts), torch.from_numpy(lens)
         positions = torch.from_numpy(step.model_positions)
+        key_ends = None if step.key_ends is None else torch.from_numpy(step.key_ends)
         metas = [
             AttentionMetadata(
                 num_decodes=step.num_decodes,
@@ -325,6 +328,7 @@ class HostInputs:
                 block_table=torch.from_numpy(tables[step.slots, :max_blocks]),
                 query_start_loc_cpu=starts,
                 seq_lens_cpu=lens,
+                key_ends=key_ends,
             )
             for tables in batch.block_tables
         ]

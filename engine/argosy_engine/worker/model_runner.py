@@ -384,6 +384,7 @@ class ModelRunner:
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
         if self._images is not None:
             arrays.rotary_rows = self._images.rotary_rows(arrays)
+            arrays.key_ends = self._images.key_ends(arrays)
         hidden, tensors = self._compute(arrays, step.round)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens

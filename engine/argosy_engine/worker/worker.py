@@ -16,7 +16,13 @@ import msgspec
 import torch
 
 from argosy_engine.attention.kv_cache_spec import KVCacheGroup
-from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
+from argosy_engine.attention.selector import (
+    BIDIRECTIONAL_BACKENDS,
+    AttentionNeeds,
+    BackendChoice,
+    backend_names,
+    select_backend,
+)
 from argosy_engine.checkpoint.fingerprint import fingerprint
 from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.checkpoint.stored_tensors import with_stored_head
@@ -203,6 +209,15 @@ class Worker:
                 )
                 self._backend = agreed_backend(chosen, self._parallel)
             logger.info("attention backend: %s", self._backend)
+            is_bidirectional = config.vision is not None and config.vision.is_bidirectional
+            if is_bidirectional and self._backend.name not in BIDIRECTIONAL_BACKENDS:
+                logger.warning(
+                    "texts alone are served: tokens of an image attend to all of it in %s, which the attention backend "
+                    "%s does not compute; --attention-backend torch does",
+                    config.wrapper,
+                    self._backend.name,
+                )
+                self._config = config = msgspec.structs.replace(config, vision=None)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),
                 vocab_size=config.vocab_size,
