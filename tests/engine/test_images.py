@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from argosy_engine.config import EngineArgs
+from argosy_engine.core import engine_core
 from argosy_engine.core.proc.core_client import InprocClient
-from argosy_engine.errors import ConfigError
+from argosy_engine.errors import ConfigError, ResourceBusy
 from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
 from argosy_engine.model_configs.vision_config import SEEING_WRAPPERS, VisionSpec
 from argosy_engine.params import SamplingParams
@@ -199,6 +200,23 @@ def test_a_feature_that_does_not_fit_its_prompt_is_refused(
     request.mm_features = [replace(each, **change) for each in request.mm_features]
     with closing(client_of(tmp_path)) as client, pytest.raises(ValueError, match=message):
         client.add_request(request)
+
+
+def test_images_of_unfinished_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    first, second, third = list(requests_of(model, [prompts_of(model)[0]] * 3, COUNT))
+    size = sum(len(each.data) for feature in first.mm_features for each in feature.inputs.values())
+    monkeypatch.setattr(engine_core, "MAX_MEDIA_BYTES", 2 * size)
+    with closing(client_of(tmp_path)) as client:
+        client.add_request(first)
+        client.add_request(second)
+        with pytest.raises(ResourceBusy, match="try again"):
+            client.add_request(third)
+        client.abort_requests([first.request_id])
+        client.add_request(third)
+        while client.has_work:
+            client.step()
+        assert not client.core.scheduler.media_bytes
 
 
 def test_a_text_model_refuses_features(tmp_path: Path) -> None:

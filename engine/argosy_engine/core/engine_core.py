@@ -31,7 +31,7 @@ from argosy_engine.core.resolve_config import resolve_config
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.steps import StepTiming
 from argosy_engine.distributed.lockstep import Lockstep
-from argosy_engine.errors import EngineAsleep, EngineDead, UtilityFailed
+from argosy_engine.errors import EngineAsleep, EngineDead, ResourceBusy, UtilityFailed
 from argosy_engine.executor.abstract import Executor, PendingOutput
 from argosy_engine.messages import (
     CollectiveRpc,
@@ -201,6 +201,8 @@ class SleepState:
         self.level = 0
 
 
+MAX_MEDIA_BYTES = 2 << 30
+"""Of the tensors of unfinished requests' images."""
 _NO_STEP = SchedulerOutput(
     new_requests=[],
     new_block_ids={},
@@ -331,9 +333,16 @@ class EngineCore:
 
         Raises:
             EngineAsleep: the engine is asleep.
+            ResourceBusy: its images have no room beside those of others.
         """
         self.sleep_state.check_awake()
         request = request or self.preprocess_request(message)
+        held = self.scheduler.media_bytes
+        if request.media_bytes and held and held + request.media_bytes > MAX_MEDIA_BYTES:
+            raise ResourceBusy(
+                f"the images of unfinished requests take {held >> 20} MiB, and those of this one "
+                f"{request.media_bytes >> 20} more, of {MAX_MEDIA_BYTES >> 20}; try again later"
+            )
         if message.grammar is None:
             self.scheduler.add(request)
             return

@@ -152,6 +152,7 @@ class Request:
         "has_grammar",
         "has_twin_blocks",
         "max_num_tokens",
+        "media_bytes",
         "media_end",
         "mm_features",
         "needs_general_path",
@@ -261,6 +262,10 @@ class Request:
         """In the order of their positions."""
         self.media_end = max((each.offset + each.length for each in message.mm_features), default=0)
         """Tokens up to the end of its last multimodal item."""
+        self.media_bytes = sum(
+            len(tensor.data) for each in message.mm_features for tensor in each.inputs.values()
+        )
+        """Of the items' tensors, which are kept until the request ends."""
         self.whole_spans: list[tuple[int, int]] = []
         """Tokens, from a position to one after them, that are computed in one step. Set by the core."""
         self.adapter = message.adapter

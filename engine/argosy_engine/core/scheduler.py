@@ -97,6 +97,8 @@ class Scheduler:
         self.pipeline_parallel_size = pipeline_parallel_size
         self.encoder_cache = EncoderCacheManager(max(max_num_batched_tokens, max_model_len))
         """No prompt has more placeholders than its context, so that what one request holds always fits."""
+        self.media_bytes = 0
+        """Of the tensors of all unfinished requests' multimodal items."""
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(max_num_seqs)
         self.blocked: dict[str, Request] = {}
@@ -198,6 +200,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self.media_bytes += request.media_bytes
         self.kv.enqueue(request)
         if request.status in BLOCKED:
             self.blocked[request.request_id] = request
@@ -618,6 +621,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
+        self.media_bytes -= request.media_bytes
         self._set_pending(request, 0)
         self._released.append(request.request_id)
         self._charge_output(request)
@@ -660,7 +664,7 @@ class Scheduler:
         self._released += self.requests
         previous = self.waiting
         self.requests, self.waiting, self.blocked, self.running = {}, WaitingQueue(self.max_num_seqs), {}, []
-        self._num_pending_tokens = 0
+        self._num_pending_tokens = self.media_bytes = 0
         for request in unanswered:
             self.kv.forget(request)
             request.num_computed_before = request.num_computed_tokens
@@ -693,6 +697,7 @@ class Scheduler:
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         self.waiting.check(self.running)
         assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
+        assert self.media_bytes == sum(request.media_bytes for request in self.requests.values())
         pending = sum(request.num_pending_tokens for request in self.requests.values())
         assert pending == self._num_pending_tokens
         self.kv.waiting.check([request.request_id for request in (*self.waiting, *self.blocked.values())])
