@@ -29,6 +29,7 @@ from argosy_engine.model_configs.model_use import (
 from argosy_engine.resolved_config import (
     MAX_TEMPLATE_BYTES,
     GenerationConfig,
+    MediaArgs,
     RequestDefaults,
     chat_template_source,
 )
@@ -185,8 +186,8 @@ def default_name(model: str) -> str:
     return uri.name.partition("?")[0]
 
 
-class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The engine's flags. Frozen; sent to the core process as msgpack."""
+class EngineArgs(MediaArgs, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The engine's flags. Frozen; sent to the core process as msgpack. Those for images are in `MediaArgs`."""
 
     model: Annotated[
         str,
@@ -702,6 +703,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             self.compilation_config.check()
         self.model_use.pooler_config.check()
         self.request_defaults.check()
+        self.media_config(None)
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
 

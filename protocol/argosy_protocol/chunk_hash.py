@@ -88,8 +88,9 @@ def _chat_segments(request: ChatCompletionRequest) -> list[Segment]:
     template_arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         template_arguments["reasoning_effort"] = request.reasoning_effort
-    if request.chat_template is not None:
-        template_arguments["chat_template"] = request.chat_template
+    for field in ("chat_template", "mm_processor_kwargs", "media_io_kwargs"):
+        if (value := getattr(request, field)) is not None:
+            template_arguments[field] = value
     if template_arguments:
         add((SegmentKind.TEMPLATE, _encoder.encode(template_arguments)))
     for message in request.messages:

@@ -309,7 +309,7 @@ class Llama(Decoder[LlamaLayer]):
         return [layer.attention for layer in self.layers]
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        if self.fused is not None:
+        if self.fused is not None and inputs.deepstack is None:
             return self.fused(self.embed(inputs), inputs.meta)
         return super().forward(inputs)
 

@@ -54,7 +54,7 @@ class StepStruct(Structure):
     """`Step` of step.h: the flattened batch of one step."""
 
     _fields_ = (
-        *_fields(c_void_p, "positions slots query_starts seq_lens block_tables"),
+        *_fields(c_void_p, "positions slots query_starts seq_lens block_tables key_ends"),
         ("table_stride", c_int64),
         *_fields(c_int32, "num_tokens num_requests"),
     )

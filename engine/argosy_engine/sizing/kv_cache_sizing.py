@@ -134,6 +134,27 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     return max(layer, rows * config.vocab_size * sampling)
 
 
+def as_served(args: EngineArgs, config: ModelConfig) -> ModelConfig:
+    """Return the config without its encoder of images if flags turn images off, or the engine cannot serve them: a
+    model that pools, and one in pipeline stages, of which only the first would embed them."""
+    is_blind = config.pooling is not None or args.pipeline_parallel_size > 1
+    vision = None if is_blind else args.media_config(config.vision).vision
+    return config if vision == config.vision else msgspec.structs.replace(config, vision=vision)
+
+
+def encoder_cache_bytes(args: EngineArgs, config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of the outputs of the encoder of images that a worker keeps (`EncoderCacheManager`); 0 without
+    one.
+
+    Args:
+        itemsize: bytes per element.
+    """
+    if config.vision is None:
+        return 0
+    kept = max(args.max_num_batched_tokens, wanted_model_len(args, config))
+    return kept * (1 + config.vision.num_deepstack) * config.hidden_size * itemsize
+
+
 def estimate_weights(
     config: ModelConfig,
     elements: Mapping[str, int],
