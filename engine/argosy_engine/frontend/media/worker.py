@@ -426,7 +426,9 @@ def serve(control: socket.socket) -> None:
         answer(control, FAULT, str(error))
         return
     except ImportError as error:
-        answer(control, REFUSED, f"{error}; images need the extra `transformers`: {installation('transformers')}")
+        answer(
+            control, REFUSED, f"{error}; images need the extra `transformers`: {installation('transformers')}"
+        )
         return
     except Exception as error:  # whatever transformers makes of the files
         logger.exception("the model's processor cannot be loaded")
