@@ -32,6 +32,7 @@ import msgspec
 import xxhash
 
 from argosy_protocol.openai import BatchChatCompletionRequest, ChatCompletionRequest, CompletionRequest
+from argosy_protocol.skipped_content import OR_NOTE
 
 
 class SegmentKind(IntEnum):
@@ -121,6 +122,8 @@ def _part_segment(part: Mapping[str, Any]) -> Segment:
     text = part.get("text")
     if part.get("type") == "text" and isinstance(text, str):
         return (SegmentKind.TEXT, text.encode("utf-8", "surrogatepass"))
+    if OR_NOTE in part:  # which depends on what comes after it
+        part = {name: value for name, value in part.items() if name != OR_NOTE}
     return (SegmentKind.DIGEST, xxhash.xxh3_128_digest(_encoder.encode(part)))
 
 

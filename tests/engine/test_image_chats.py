@@ -23,8 +23,11 @@ from argosy_engine.frontend.media.worker import load_processor
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages import EngineCoreRequest, MediaTensor
 from argosy_engine.params import SamplingParams
+from argosy_protocol.anthropic import as_chat, decode_messages_request
 from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
+from argosy_protocol.responses import decode_responses_request
+from argosy_protocol.responses_chat import responses_as_chat
 from image_processors import (
     FAMILIES,
     InProcessPool,
@@ -366,3 +369,37 @@ def test_the_background_of_transparent_pixels(served: Callable[[str], Served]) -
     )
     assert white == model.core_request(messages).mm_features[0]
     assert arrays(white.inputs)["pixel_values"].min() > arrays(black.inputs)["pixel_values"].max()
+
+
+def test_images_of_other_apis_and_of_tools_are_seen_or_leave_a_note(served: Callable[[str], Served]) -> None:
+    url = data_url(encoded(picture(90, 60)))
+    messages = json.dumps({
+        "model": "m", "max_tokens": 4,
+        "tools": [{"name": "f", "input_schema": {}}],
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                                 "data": url.partition(",")[2]}},
+                ]},
+                {"type": "text", "text": "What?"},
+            ]},
+        ],
+    })  # fmt: skip
+    responses = json.dumps(
+        {"model": "m", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
+    )
+    model = served("qwen2_5_vl")
+    for request in (
+        as_chat(decode_messages_request(messages.encode())),
+        responses_as_chat(decode_responses_request(responses.encode())),
+    ):
+        request.tools = None
+        prompt = model.inputs.renderer.render_chat(request, model.load(request))
+        assert [feature.length for feature in prompt.mm_features] == [6]
+    request = as_chat(decode_messages_request(messages.encode()))
+    request.tools = None
+    blind = model.inputs.renderer.render_chat(request)
+    assert "[image that the model does not get]" in model.inputs.renderer.tokenizer.decode(blind.token_ids)

@@ -414,6 +414,11 @@ class Engine:
                 await self._started.wait()
 
     @property
+    def sees_images(self) -> bool:
+        """Whether the model gets the images of chats."""
+        return self.llm is not None and self.llm.input_processor.media is not None
+
+    @property
     def is_sleeping(self) -> bool:
         return self.llm is not None and self.llm.is_sleeping
 

@@ -48,7 +48,7 @@ from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_protocol.responses_chat import CUSTOM_ARGUMENT
-from argosy_protocol.skipped_content import is_replayed, newest_message, replayed_text
+from argosy_protocol.skipped_content import OR_NOTE, is_replayed, newest_message, replayed_text
 
 if TYPE_CHECKING:
     from argosy_engine.frontend.media.processor import ChatImages
@@ -626,7 +626,7 @@ def _content(
                 parts.append(dict(_IMAGE_PART))
                 texts = []
                 continue
-            if is_replay:
+            if is_replay or part.get(OR_NOTE) is True:
                 texts += [note] if (note := replayed_text(part)) is not None else []
                 continue
             raise InvalidRequest(

@@ -566,7 +566,10 @@ def add_chat_routes(app: FastAPI, engine: Engine) -> Endpoint:
         check_resume(request, body)
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
-        report_skipped(engine, "chat_completions", skipped_parts(body.messages))
+        skipped = skipped_parts(body.messages)
+        if "image_url" in skipped.content and engine.sees_images:
+            del skipped.content["image_url"]
+        report_skipped(engine, "chat_completions", skipped)
         if body.stream:
             chunks = chat_stream(
                 context.serving,

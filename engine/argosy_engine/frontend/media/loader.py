@@ -363,6 +363,7 @@ class _Response:
         self._num_header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_bytes += len(name) + len(value)
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
@@ -382,7 +383,7 @@ class _Response:
         Raises:
             InvalidRequest: too many.
         """
-        if not self.has_headers and num_bytes > _MAX_HEADER_BYTES:
+        if max(self._num_header_bytes, 0 if self.has_headers else num_bytes) > _MAX_HEADER_BYTES:
             raise InvalidRequest(f"{self._where}: the image's host sends too many headers", param=self._where)
         if len(self.body) > MAX_IMAGE_BYTES:
             raise _too_large(self._where)
