@@ -25,6 +25,7 @@ def with_table(text: str) -> str:
         if scheme is Fp8Scheme and is_multiplied(Fp8Scheme()):
             computed = "in FP8 on [GPUs that can](gpu.md#fp8), else widened"
         elif scheme in PACKED_SCHEMES:
-            computed = "4 and 8 bits [as packed on CPUs](#as-packed-on-cpus), else widened"
+            where = "[on CPUs](#as-packed-on-cpus) and [GPUs](#as-packed-on-gpus)"
+            computed = f"4 and 8 bits as packed {where}, else widened"
         rows.append(f"| {scheme.title} | {scheme.sources} | {scheme.reads} | {computed} |")
     return "\n".join([before + _START, *_HEAD, *rows, _END + after])

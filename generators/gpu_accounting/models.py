@@ -290,6 +290,10 @@ MODELS: dict[str, dict[str, Any]] = {
 """config.json by name. Source: the repositories of these names on Hugging Face; of Gemma the text part. FP8: of weights
 with a scale per channel and activations with one per token; of both with the checkpoint's scale per tensor."""
 
+ONLINE = {"Llama-3-8B int8": "int8", "Llama-3-8B int4": "int4"}
+"""`--quantization` of models whose weights are quantised as they are loaded."""
+MODELS |= dict.fromkeys(ONLINE, _PLAIN["Llama-3-8B"])
+
 PERIODS = {
     "Gemma-3-12B": 6,
     "Llama-4-Scout": 4,

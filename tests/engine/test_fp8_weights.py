@@ -22,12 +22,8 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.linear import Linear, LinearSpec
-from argosy_engine.layers.linear_method import (
-    Fp8Linear,
-    Fp8Product,
-    OnlineFp8LinearMethod,
-    SchemeLinearMethod,
-)
+from argosy_engine.layers.linear_method import OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.products import Fp8Linear, Fp8Product
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS, RoutingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.quantization_formats import parse_quantization

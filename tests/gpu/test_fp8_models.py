@@ -10,7 +10,8 @@ from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import SafetensorsWeights
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8Product, OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.linear_method import OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.products import Fp8Product
 from argosy_engine.model_configs.sharding import WHOLE, Sharding
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config

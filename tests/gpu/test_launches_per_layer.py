@@ -16,7 +16,12 @@ from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8Product, OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.linear_method import (
+    OnlineFp8LinearMethod,
+    OnlineIntLinearMethod,
+    SchemeLinearMethod,
+)
+from argosy_engine.layers.products import Fp8Product, TritonIntegers
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.weight_schemes import Fp8Scheme
 from argosy_engine.models import registry
@@ -131,6 +136,18 @@ def test_fp8_products_find_their_inputs_quantised(name, method, tmp_path):
     assert "quantize_fp8" not in names
     assert names.count("_scaled_mm") == 2 * (2 if name == "qwen3-moe" else 4)
     assert len(names) == len(plain) == 2 * (13 if name == "qwen3-moe" else 10)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_products_by_packed_integers_take_a_launch_each(name, bits, tmp_path):
+    method = OnlineIntLinearMethod(bits, TritonIntegers(narrows=False))
+    plain, names = per_layer(name, tmp_path), per_layer(name, tmp_path, method=method)
+    count = 2 * (2 if name == "qwen3-moe" else 4)
+    assert names.count("packed_linear_few") == count
+    assert len(names) == len(plain)
+    many = per_layer(name, tmp_path, method=method, requests=64)
+    assert many.count("packed_linear_many") == count
 
 
 @pytest.mark.parametrize("method", FP8_METHODS)

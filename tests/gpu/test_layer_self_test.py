@@ -8,7 +8,15 @@ import transformers
 
 from argosy_engine.layers.self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import activations, fused_moe, gated_delta_net, mamba, rms_norm, short_conv
+from argosy_engine.triton_kernels import (
+    activations,
+    fused_moe,
+    gated_delta_net,
+    mamba,
+    packed_linear,
+    rms_norm,
+    short_conv,
+)
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -74,6 +82,19 @@ def test_a_wrong_norm_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
     config = config_of("llama", tmp_path)
     assert layer_self_test(config, torch.bfloat16, CPU) is None
     assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_by_packed_integers_pass(dtype, tmp_path):
+    forms = [(4, 128), (4, 32), (8, 64), (8, None)]
+    assert layer_self_test(config_of("llama", tmp_path), dtype, CPU, packed=forms) is None
+
+
+@pytest.mark.parametrize("form", [(4, 32), (8, None)])
+def test_a_wrong_product_by_packed_integers_is_found(form, monkeypatch, tmp_path):
+    monkeypatch.setattr(packed_linear, "packed_linear", scaled(packed_linear.packed_linear))
+    reason = layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU, packed=[form])
+    assert f"a product by int{form[0]} in groups of {form[1] or 288} is wrong by" in reason
 
 
 def scaled(kernel):

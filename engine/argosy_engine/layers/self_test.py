@@ -3,7 +3,7 @@ trusted. A backend that is wrong gives way to the next.
 
 A driver, a compiler or a device may do what no test on another machine has seen. The test runs the shapes of the
 model's own layers against plain torch in float32: attention with prompts and decodes over shuffled blocks, norms, gated
-activations, experts, Gated DeltaNets, Mamba and short convolutions.
+activations, products by packed integers, experts, Gated DeltaNets, Mamba and short convolutions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.linear import SplitGatedLinear, TorchLinear
-from argosy_engine.layers.linear_method import FP8, MAX_FP8, quantized
+from argosy_engine.layers.linear_method import quantized
 from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
 from argosy_engine.layers.norms import GatedActivation, LayerKernels, TritonLayerKernels
+from argosy_engine.layers.products import FP8, MAX_FP8, TritonIntegers
 from argosy_engine.layers.short_conv import ShortConvWeights, TorchShortConv, TritonShortConv
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.native.library import QuantizedWeight
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
 _MAX_ERROR_RATIO = 2.0
@@ -301,6 +303,7 @@ def _test_layers(needs: AttentionNeeds, dtype: torch.dtype, device: torch.device
 
 
 _ROWS = 5
+_PACKED_OUTPUTS, _PACKED_TOKENS = 80, (1, 7, 33)
 _MAX_EXPERTS = 16
 """More would only take memory."""
 _DELTA_TOKENS, _DELTA_BLOCKS = 7, 4
@@ -320,14 +323,16 @@ def layer_self_test(
     tensor_parallel_size: int = 1,
     *,
     has_fp8_products: bool = False,
+    packed: Sequence[tuple[int, int | None]] = (),
 ) -> str | None:
     """Run the kernels on the device; return why they must not be used, or None.
 
     Args:
         tensor_parallel_size: ranks that may share a Mamba layer's groups.
         has_fp8_products: whether products of the model want their inputs in FP8.
+        packed: bits and group sizes of integers that the model multiplies by as they are packed (`packed_forms`).
     """
-    inputs = _Inputs(config, device, has_fp8_products, tensor_parallel_size)
+    inputs = _Inputs(config, device, has_fp8_products, packed, tensor_parallel_size)
     try:
         ours = {name: list(out) for name, out in inputs.outputs(TritonLayerKernels(), dtype)}
         if device.type == "cuda":
@@ -361,7 +366,12 @@ class _Inputs:
     """Random tensors of the widths of a model's layers, the same for all kernels and dtypes."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, has_fp8_products: bool, tensor_parallel_size: int
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        has_fp8_products: bool,
+        packed: Sequence[tuple[int, int | None]],
+        tensor_parallel_size: int,
     ) -> None:
         self._device = device
         self._has_fp8_products = has_fp8_products
@@ -370,6 +380,7 @@ class _Inputs:
         self._x, self._residual = self._draw(2, _ROWS, hidden)
         self._norms = 1 + self._draw(2, hidden) / 4
         self._gate_up = self._draw(_ROWS, 2 * getattr(config, "intermediate_size", hidden))
+        self._packed = [self._integers(*form) for form in packed]
         self._experts: ExpertsSpec | None = None
         experts: ExpertsConfig | None = getattr(config, "experts", None)
         if experts is not None:
@@ -421,6 +432,15 @@ class _Inputs:
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
 
+    def _integers(self, bits: int, group: int | None) -> tuple[QuantizedWeight, torch.Tensor]:
+        """Draw a weight of integers with zero points, and inputs for it."""
+        inputs, half = 3 * (group or 96), 1 << bits - 1
+        integers = (self._draw(_PACKED_OUTPUTS, inputs) * half / 2).round().clamp(-half, half - 1)
+        scales = (1 + self._draw(_PACKED_OUTPUTS, 3 if group else 1) / 8) / (half * inputs**0.5)
+        zeros = (self._draw(*scales.shape) * half / 4).round().clamp(-half, half - 1)
+        weight = QuantizedWeight(bits, integers.to(torch.int8), scales, -scales * zeros)
+        return weight, self._draw(max(_PACKED_TOKENS), inputs)
+
     def outputs(self, kernels: LayerKernels, dtype: torch.dtype) -> Iterator[tuple[str, Outputs]]:
         """Yield the results of every kind of layer, by its name. Those of experts depend on the kind of kernels."""
         x, norm, x_norm = (each.to(dtype) for each in (self._x, *self._norms))
@@ -430,6 +450,16 @@ class _Inputs:
             yield "add + RMSNorm", [kernels.add_rms_norm(x, residual, norm, _EPS, x_weight), residual]
         for name, activate in kernels.gated_activations.items():
             yield name, [_plain(activate(self._gate_up.to(dtype)))]
+        for weight, x in self._packed:
+            if isinstance(kernels, TritonLayerKernels):
+                product = TritonIntegers().linear(weight, None, dtype)
+            else:
+                product = TorchLinear(weight.widened(dtype), None)
+            tokens = x.to(dtype)
+            yield (
+                f"a product by int{weight.bits} in groups of {weight.group}",
+                [product(tokens[:count]) for count in _PACKED_TOKENS],
+            )
         if self._has_fp8_products:
             for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
                 yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))

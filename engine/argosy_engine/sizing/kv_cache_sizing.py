@@ -148,7 +148,8 @@ def estimate_weights(
         itemsize: bytes per element.
         stage: the worker's.
         quantization: `--quantization`.
-        keeps_integers: whether the CPU kernels multiply by integers of the checkpoint as they are packed.
+        keeps_integers: whether the device's kernels multiply by integers of the checkpoint as they are packed. On GPUs
+            those of experts are widened.
     """
     stored = config.quantization
     is_headless = config.pooling is not None
@@ -158,11 +159,16 @@ def estimate_weights(
     bits = INTEGER_BITS.get(quantization or "") if stored is None else None
     if bits is not None:
         num_integers = sum(
-            count for name, count in elements.items() if _is_quantised_online(config, name, count)
+            count
+            for name, count in elements.items()
+            if _is_quantised_online(config, name, count) and not (device == "cuda" and _EXPERTS.search(name))
         )
     if stored is not None:
         if keeps_integers:
-            num_packed, packed_bytes = stored.packed_numbers(elements, tensor_parallel_size)
+            packed = elements
+            if device == "cuda":
+                packed = {name: count for name, count in elements.items() if not _EXPERTS.search(name)}
+            num_packed, packed_bytes = stored.packed_numbers(packed, tensor_parallel_size, device)
         elements, num_fp8 = stored.widened_elements(elements)
     if device != "cuda" or itemsize != 2 or config.widens_fp8:
         num_fp8 = 0
