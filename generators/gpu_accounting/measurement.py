@@ -26,7 +26,7 @@ from argosy_engine.layers.linear_method import linear_method
 from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.quantization_config import INTEGER_BITS
+from argosy_engine.model_configs.quantization_config import FP8_BLOCK, INTEGER_BITS
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import plan_weights
@@ -229,8 +229,10 @@ class _FirstExpertFactory(LayerFactory):
     """Loads the first expert of a layer and allocates all: filling them one by one would take most of a count."""
 
     def experts(self, spec: ExpertsSpec) -> TritonExperts:
-        first = self._method.load_experts(self.weights, replace(spec, held=range(1))).gate_up
-        stacked = StackedExperts.empty(spec, first.dtype, first.device)
+        loaded = self._method.load_experts(self.weights, replace(spec, held=range(1)))
+        first, scale = loaded.gate_up, loaded.gate_up_scale
+        block = FP8_BLOCK if scale is not None and scale.dim() == 3 else None
+        stacked = StackedExperts.empty(spec, first.dtype, first.device, block)
         correction = None
         if spec.names.biases is not None:
             sizes = ((spec.num_experts, size) for size in (2 * spec.inner, spec.hidden))
@@ -334,7 +336,8 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape, quanti
     weights = 0.0
     for name, dims in plan.shapes.items():
         if "embed_tokens" not in name or config.tie_word_embeddings:
-            element = 1.0 if f"{name}_scale" in plan.shapes else 4.0 if name.endswith("_scale") else 2.0
+            is_fp8 = f"{name}_scale" in plan.shapes or f"{name}_scale_inv" in plan.shapes
+            element = 1.0 if is_fp8 else 4.0 if name.endswith(("_scale", "_scale_inv")) else 2.0
             if quantization is not None and name.endswith("_proj.weight"):
                 element = INTEGER_BITS[quantization] / 8 + 2 / 128
             weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)

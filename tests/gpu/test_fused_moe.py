@@ -206,6 +206,43 @@ def test_fp8_weights(dtype, is_per_channel):
     assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (176, 144)])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_fp8_weights_with_scales_of_blocks(activation, hidden, inner, dtype):
+    tokens = 5
+    x, logits, w1, w2 = inputs(tokens, hidden=hidden, inner=inner, dtype=dtype)
+    if activation == "relu2":
+        w1 = w1[:, inner:].contiguous()
+
+    def quantised(weight, seed):
+        """Return FP8, scales [experts, blocks, rows], and what these stand for."""
+        experts, rows, columns = weight.shape
+        scales = 0.5 + torch.rand(
+            experts, -(-columns // 128), rows, generator=torch.Generator().manual_seed(seed)
+        )
+        factors = scales.repeat_interleave(128, dim=1)[:, :columns].transpose(1, 2)
+        values = (weight.float() / factors).to(torch.float8_e4m3fn)
+        return values, scales, values.float() * factors
+
+    (w1, w1_scale, wide_1), (w2, w2_scale, wide_2) = quantised(w1, 5), quantised(w2, 6)
+    if activation == "silu":
+        wanted = expected(x, logits, wide_1, wide_2, 2, normalises=True)
+    else:
+        wanted = torch.zeros(x.shape)
+        for token, row in enumerate(logits):
+            chosen = row.topk(2)
+            for expert, weight in zip(chosen.indices, torch.softmax(chosen.values, dim=0), strict=True):
+                wanted[token] += weight * (
+                    wide_2[expert] @ F.relu(wide_1[expert] @ x[token].float()).square()
+                )
+    out = fused_moe(
+        x, logits, w1, w2, 2, normalises=True, activation=activation, w1_scale=w1_scale, w2_scale=w2_scale
+    )
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
 def test_padding_is_zero_and_changes_nothing():
     x, logits, w1, w2 = inputs(6)
     slots = torch.tensor([0, -1, 5, -1, -1, 7])

@@ -10,6 +10,7 @@ from argosy_engine.layers.self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels import (
     activations,
+    fp8_linear,
     fused_moe,
     gated_delta_net,
     mamba,
@@ -95,6 +96,19 @@ def test_a_wrong_product_by_packed_integers_is_found(form, monkeypatch, tmp_path
     monkeypatch.setattr(packed_linear, "packed_linear", scaled(packed_linear.packed_linear))
     reason = layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU, packed=[form])
     assert f"a product by int{form[0]} in groups of {form[1] or 288} is wrong by" in reason
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shown"),
+    [
+        ("fp8_linear_few", "a product in FP8 is wrong by"),
+        ("block_fp8_linear", "a product by FP8 in blocks is wrong by"),
+    ],
+)
+def test_a_wrong_product_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
+    monkeypatch.setattr(fp8_linear, kernel, scaled(getattr(fp8_linear, kernel)))
+    config = config_of("llama", tmp_path)
+    assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
 
 
 def scaled(kernel):

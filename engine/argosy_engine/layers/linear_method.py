@@ -45,6 +45,7 @@ from argosy_engine.layers.products import (
     TritonIntegers,
     is_aligned,
     logger,
+    quantize_rows,
     quantized_weight,
 )
 from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
@@ -248,14 +249,14 @@ def linear_method(
                 "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs", bits
             )
             return OnlineIntLinearMethod(bits, kernels)
-        return OnlineFp8LinearMethod(_quantize_rows())
+        return OnlineFp8LinearMethod(quantize_rows())
     found, has_experts = config.quantization, getattr(config, "experts", None) is not None
     logger.info("%s", what_becomes(found, name, reason, refusal, device.type, has_experts=has_experts))
     products: list[Product] = []
     if kernels is not None and found.has_packed(device.type) and not config.widens_fp8:
         products.append(IntegerProduct(kernels))
     if found.has_fp8 and reason is None:
-        products.append(Fp8Product(_quantize_rows()))
+        products.append(Fp8Product(quantize_rows()))
     return SchemeLinearMethod(found, *products)
 
 
@@ -329,12 +330,6 @@ def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool)
     if not device_traits(device).has_fp8:
         return "this GPU has no FP8 (it needs compute capability 8.9)"
     return None
-
-
-def _quantize_rows() -> QuantizeRows:
-    from argosy_engine.triton_kernels.activations import quantize_fp8
-
-    return quantize_fp8
 
 
 class OnlineIntLinearMethod(LinearMethod):

@@ -1,8 +1,8 @@
 """Products by quantised weights as they are stored: in FP8, and by integers of 4 and 8 bits that stay packed.
 
-FP8 with a scale per output channel is multiplied in FP8. A scale per tensor counts as equal scales of its channels, so
-that projections that are fused need no common scale, and one product serves all schemes: rows of activations have
-scales of their own, channels of the weight too.
+FP8 with a scale per output channel, or per block of inputs, is multiplied in FP8. A scale per tensor counts as equal
+scales of its channels, so that fused projections need no common scale, and one product serves both: rows of activations
+have scales of their own, channels of the weight too.
 
 Integers of 4 and 8 bits with scales of groups or channels come from checkpoints (`packed_weight`) or from weights that
 are quantised as they are loaded (`quantized_weight`), and are multiplied by kernels of the device (`IntegerKernels`).
@@ -34,12 +34,13 @@ from argosy_engine.layers.norms import GatedActivation
 from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, group_of_inputs
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.quantization_config import (
+    FP8_BLOCK,
     PACKED_GROUPS,
     group_size,
     is_multiplied,
     no_packed_product,
 )
-from argosy_engine.model_configs.weight_schemes import Scheme
+from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme, Scheme
 from argosy_engine.native.library import Kernels, QuantizedWeight, can_pack
 from argosy_engine.quantized_rows import Activations, RowQuantization
 
@@ -56,8 +57,16 @@ QuantizeRows = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor,
 """See `triton_kernels.activations.quantize_fp8`."""
 
 
+def quantize_rows() -> QuantizeRows:
+    """Return the kernel that quantises rows to FP8."""
+    from argosy_engine.triton_kernels.activations import quantize_fp8
+
+    return quantize_fp8
+
+
 class Fp8Linear(Linear):
-    """A product in FP8, which quantises its inputs in a launch of its own if the layer before it has not.
+    """A product in FP8, which quantises its inputs in a launch of its own if the layer before it has not. Few tokens
+    are multiplied by our kernel, more by torch's.
 
     Args:
         weight: float8_e4m3fn [out, in].
@@ -77,14 +86,40 @@ class Fp8Linear(Linear):
         dtype: torch.dtype,
         quantize: QuantizeRows,
     ) -> None:
-        self._weight, self._scale = weight.t(), scale.unsqueeze(0)
+        from argosy_engine.triton_kernels.fp8_linear import FEW, fp8_linear_few
+
+        self._weight, self._scale = weight.contiguous(), scale.contiguous()
+        self._few, self._multiply_few = FEW, fp8_linear_few
         self._bias, self._input_scale, self._dtype = bias, input_scale, dtype
         self._quantize = quantize
         self.input_quantization = RowQuantization(input_scale)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         values, scales = self._quantize(x, self._input_scale) if isinstance(x, torch.Tensor) else x
-        return torch._scaled_mm(values, self._weight, scales, self._scale, self._bias, out_dtype=self._dtype)
+        if len(values) <= self._few:
+            return self._multiply_few(values, scales, self._weight, self._scale, self._bias, self._dtype)
+        weight, scale = self._weight.t(), self._scale.unsqueeze(0)
+        return torch._scaled_mm(values, weight, scales, scale, self._bias, out_dtype=self._dtype)
+
+
+class BlockFp8Linear(Linear):
+    """A product by weights in FP8 with a scale per 128 inputs (`triton_kernels.fp8_linear`).
+
+    Args:
+        weight: float8_e4m3fn [out, in].
+        scales: float32 [ceil(in / 128), out].
+        bias: [out].
+    """
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        from argosy_engine.triton_kernels.fp8_linear import block_fp8_linear
+
+        self._weight, self._scales, self._bias = weight, scales, bias
+        self._product = block_fp8_linear
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return self._product(x, self._weight, self._scales, self._bias)
 
 
 TakeExpert = Callable[[int, ExpertLayer], StoredWeight]
@@ -128,7 +163,7 @@ class Product(ABC):
 
 
 class Fp8Product(Product):
-    """Products in FP8, by weights that have one scale per channel or tensor.
+    """Products in FP8, by weights that have one scale per channel or tensor, or one per block of 128 inputs.
 
     Args:
         quantize: quantises rows of activations.
@@ -142,6 +177,9 @@ class Fp8Product(Product):
     ) -> Linear | None:
         if not all(is_multiplied(part.scheme) and is_aligned(part.shape) for part in parts):
             return None
+        of_blocks = [isinstance(part.scheme, BlockFp8Scheme) for part in parts]
+        if any(of_blocks):
+            return self._in_blocks(spec, parts, bias) if all(of_blocks) else None
         tensors = {part.name: part.tensors for part in parts}
         weight = ordered(spec, fuse(spec, lambda name: tensors[name][".weight"]))
         scales = _joined([_channel_scales(part) for part in parts])
@@ -155,21 +193,57 @@ class Fp8Product(Product):
                 return None
         return Fp8Linear(weight, ordered(spec, scales), bias, input_scale, dtype, self._quantize)
 
+    def _in_blocks(
+        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None
+    ) -> Linear | None:
+        """Make a layer of weights with scales of blocks; None: a rank's inputs begin or end within a block."""
+        shapes, device = [part.shape for part in parts], parts[0].tensors[".weight"].device
+        outputs, inputs = sum(out for out, _ in shapes), shapes[0][1]
+        weight = torch.empty(outputs, inputs, dtype=FP8, device=device)
+        scales = torch.empty(outputs, -(-inputs // FP8_BLOCK), device=device)
+        start = 0
+        for part, (out, _) in zip(parts, shapes, strict=True):
+            rows = slice(start, start + out)
+            if not _take_blocks(part, weight[rows], scales[rows]):
+                return None
+            start += out
+        return BlockFp8Linear(ordered(spec, weight), ordered(spec, scales).t().contiguous(), bias)
+
     def experts(
         self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
     ) -> StackedExperts | None:
         if not all(map(is_multiplied, schemes)):
             return None
-        stacked = StackedExperts.empty(spec, FP8, weights.device)
+        of_blocks = [isinstance(each, BlockFp8Scheme) for each in schemes]
+        if any(of_blocks):
+            edges = () if spec.features is None else (spec.features.start, spec.features.stop)
+            if not all(of_blocks) or any(edge % FP8_BLOCK and edge != spec.inner for edge in edges):
+                return None
+        stacked = StackedExperts.empty(spec, FP8, weights.device, FP8_BLOCK if any(of_blocks) else None)
         for place, index in enumerate(spec.held_experts):
             for layer, part, scale in stacked.places(place):
                 assert scale is not None
-                stored = take(
-                    index, layer
-                )  # experts do not quantise activations, whatever the scale of inputs
-                part.copy_(stored.tensors[".weight"])
-                scale.copy_(_channel_scales(stored))
+                # Experts do not quantise activations, whatever the scale of inputs.
+                stored = take(index, layer)
+                if any(of_blocks):
+                    has_blocks = _take_blocks(stored, part, scale.t())
+                    assert has_blocks
+                else:
+                    part.copy_(stored.tensors[".weight"])
+                    scale.copy_(_channel_scales(stored))
         return stacked
+
+
+def _take_blocks(part: StoredWeight, weight: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Write a weight in FP8 into a tensor [out, in], and the scales of its rows' blocks into [out, blocks]; return
+    whether its inputs are whole blocks."""
+    for place, (values, own, _, groups) in part.numbers():
+        if not isinstance(groups, int):
+            return False
+        rows = slice(place, place + len(values))
+        weight[rows].copy_(values)
+        scales[rows].copy_(own)
+    return True
 
 
 def _channel_scales(part: StoredWeight) -> torch.Tensor:

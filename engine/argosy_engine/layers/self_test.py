@@ -3,7 +3,7 @@ trusted. A backend that is wrong gives way to the next.
 
 A driver, a compiler or a device may do what no test on another machine has seen. The test runs the shapes of the
 model's own layers against plain torch in float32: attention with prompts and decodes over shuffled blocks, norms, gated
-activations, products by packed integers, experts, Gated DeltaNets, Mamba and short convolutions.
+activations, products by packed integers and in FP8, experts, Gated DeltaNets, Mamba and short convolutions.
 """
 
 from __future__ import annotations
@@ -45,10 +45,18 @@ from argosy_engine.layers.linear import SplitGatedLinear, TorchLinear
 from argosy_engine.layers.linear_method import quantized
 from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
 from argosy_engine.layers.norms import GatedActivation, LayerKernels, TritonLayerKernels
-from argosy_engine.layers.products import FP8, MAX_FP8, TritonIntegers
+from argosy_engine.layers.products import (
+    FP8,
+    MAX_FP8,
+    BlockFp8Linear,
+    Fp8Linear,
+    TritonIntegers,
+    quantize_rows,
+)
 from argosy_engine.layers.short_conv import ShortConvWeights, TorchShortConv, TritonShortConv
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.quantization_config import FP8_BLOCK
 from argosy_engine.native.library import QuantizedWeight
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
@@ -304,6 +312,7 @@ def _test_layers(needs: AttentionNeeds, dtype: torch.dtype, device: torch.device
 
 _ROWS = 5
 _PACKED_OUTPUTS, _PACKED_TOKENS = 80, (1, 7, 33)
+_FP8_INPUTS = 448
 _MAX_EXPERTS = 16
 """More would only take memory."""
 _DELTA_TOKENS, _DELTA_BLOCKS = 7, 4
@@ -381,6 +390,11 @@ class _Inputs:
         self._norms = 1 + self._draw(2, hidden) / 4
         self._gate_up = self._draw(_ROWS, 2 * getattr(config, "intermediate_size", hidden))
         self._packed = [self._integers(*form) for form in packed]
+        if has_fp8_products:
+            width = min(hidden // 16 * 16, _FP8_INPUTS)
+            self._fp8_weight = self._draw(_PACKED_OUTPUTS, width)
+            self._fp8_scales = (1 + self._draw(-(-width // FP8_BLOCK), _PACKED_OUTPUTS) / 8) / width**0.5
+            self._fp8_inputs = self._draw(max(_PACKED_TOKENS), width)
         self._experts: ExpertsSpec | None = None
         experts: ExpertsConfig | None = getattr(config, "experts", None)
         if experts is not None:
@@ -463,6 +477,7 @@ class _Inputs:
         if self._has_fp8_products:
             for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
                 yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))
+            yield "a product by FP8 in blocks", self._block_products(kernels, dtype)
         if self._experts is not None:
             activation = None
             if not isinstance(kernels, TritonLayerKernels):
@@ -496,6 +511,14 @@ class _Inputs:
             return _plain(out)
 
         yield "RMSNorm" + suffix, [widened(kernels.quantized_rms_norm(x, norm, _EPS, quantization))]
+        weight = self._fp8_weight.to(FP8)
+        if isinstance(kernels, TritonLayerKernels):
+            product = Fp8Linear(weight, self._fp8_scales[0], None, quantization.scale, dtype, quantize_rows())
+            found = product(x[:, : weight.shape[1]].contiguous())
+        else:
+            factors = (weight.float() * self._fp8_scales[0][:, None]).to(dtype)
+            found = widened(x[:, : weight.shape[1]]).to(dtype) @ factors.t()
+        yield "a product" + suffix, [found]
         for x_weight in (None, x_norm):
             residual = self._residual.to(dtype, copy=True)
             out = kernels.quantized_add_rms_norm(x, residual, norm, _EPS, x_weight, quantization)
@@ -503,6 +526,22 @@ class _Inputs:
         for name in kernels.gated_activations:
             activate = kernels.quantized_gated_activation(name, quantization)
             yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
+
+    def _block_products(self, kernels: LayerKernels, dtype: torch.dtype) -> Outputs:
+        """Multiply one token, and more than the kernel for few takes, which are quantised."""
+        weight, x = self._fp8_weight.to(FP8), self._fp8_inputs.to(dtype)
+        blocks = self._fp8_scales[: -(-weight.shape[1] // FP8_BLOCK)].contiguous()
+        counts = (1, len(x))
+        if isinstance(kernels, TritonLayerKernels):
+            product = BlockFp8Linear(weight, blocks, None)
+            return [product(x[:count]) for count in counts]
+        factors = blocks.repeat_interleave(FP8_BLOCK, dim=0)[: weight.shape[1]].t()
+        widened = (weight.float() * factors).to(dtype)
+        if dtype is not torch.float32:
+            parts = [_quantized_by_torch(each, RowQuantization(None)) for each in x.split(FP8_BLOCK, dim=1)]
+            rounded = torch.cat([_plain(each) for each in parts], dim=1).to(dtype)
+            return [x[:1] @ widened.t(), rounded @ widened.t()]
+        return [x[:count] @ widened.t() for count in counts]
 
     def _run_states(
         self,

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.weight_schemes import (
     AwqScheme,
+    BlockFp8Scheme,
     Bnb8Scheme,
     Fp8Scheme,
     GptqScheme,
@@ -36,6 +37,7 @@ PACKED_GROUPS = {"cpu": 8, "cuda": 32}
 """By device: inputs that share a scale must be a multiple of this, or all."""
 _KERNELS = {"cpu": "the CPU kernels", "cuda": "the GPU kernels"}
 
+_MULTIPLIED_FP8 = "FP8 with scales of tensors, channels or blocks of 128 inputs is multiplied in FP8"
 _NO_KERNEL = "no kernel multiplies by them as they are"
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
@@ -112,12 +114,16 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                         return name.removesuffix(suffix), scheme, tensor
         return None
 
-    def widened_elements(self, elements: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Return how many numbers tensors have once they are loaded, by name, and how many of these FP8 weights that
-        are multiplied as they are would have.
+    def widened_elements(
+        self, elements: Mapping[str, int], *, multiplies_fp8: bool
+    ) -> tuple[dict[str, int], int]:
+        """Return how many numbers tensors have once they are loaded, by name, and how many of these are in FP8.
+
+        Scales of blocks become float32, one for each row, and count as two numbers of 16 bits.
 
         Args:
             elements: number of stored elements of each.
+            multiplies_fp8: whether the device does.
         """
         found, num_fp8 = {}, 0
         for name, count in elements.items():
@@ -127,8 +133,12 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 needed = [each for each in scheme.tensors[1:2] if layer + each.suffix in elements]
                 if needed and tensor == scheme.tensors[0]:
                     count = round(count / scheme.elements_per_number)
-                    num_fp8 += count if is_multiplied(scheme) else 0
-                elif needed and not is_multiplied(scheme):
+                    num_fp8 += count if multiplies_fp8 and is_multiplied(scheme) else 0
+                elif (
+                    needed and multiplies_fp8 and isinstance(scheme, BlockFp8Scheme) and is_multiplied(scheme)
+                ):
+                    count = 2 * elements.get(layer + scheme.tensors[0].suffix, 0) // FP8_BLOCK
+                elif needed and (isinstance(scheme, BlockFp8Scheme) or not is_multiplied(scheme)):
                     count = 0
             elif self.experts is not None and name.endswith("_blocks"):
                 count *= 2  # numbers in a byte
@@ -241,8 +251,14 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         return [re.compile(each[3:]) for each in self.ignored if each.startswith("re:")]
 
 
+FP8_BLOCK = 128
+"""Inputs with one scale in the blocks that GPUs multiply by as they are."""
+
+
 def is_multiplied(scheme: Scheme) -> bool:
-    """Whether there are devices that multiply by weights of a scheme as they are stored."""
+    """Whether there are devices that multiply in FP8 by weights of a scheme."""
+    if isinstance(scheme, BlockFp8Scheme):
+        return scheme.block[1] == FP8_BLOCK
     return isinstance(scheme, Fp8Scheme) and not scheme.is_weight_only
 
 
@@ -341,7 +357,7 @@ def what_becomes(
             f"{about} {widened}, because {reason}" for about, reason in reasons.items() if reason is not None
         ]
         if is_fp8 and found.has_fp8:
-            ends.insert(0, "FP8 with scales of tensors or channels is multiplied in FP8")
+            ends.insert(0, _MULTIPLIED_FP8)
         if has_experts and device == "cuda":
             ends.append(f"experts of packed integers {widened}")
         kept = f"multiplied by {_KERNELS[device]} as they are packed"
@@ -359,7 +375,7 @@ def what_becomes(
         return f"{forms}: {widened}, because {reason}"
     if all(map(is_multiplied, schemes)):
         return f"{forms}: multiplied in FP8"
-    return f"{forms}: FP8 with scales of tensors or channels is multiplied in FP8, all else {widened}"
+    return f"{forms}: {_MULTIPLIED_FP8}, all else {widened}"
 
 
 def check_online_quantization(

@@ -169,9 +169,8 @@ def estimate_weights(
             if device == "cuda":
                 packed = {name: count for name, count in elements.items() if not _EXPERTS.search(name)}
             num_packed, packed_bytes = stored.packed_numbers(packed, tensor_parallel_size, device)
-        elements, num_fp8 = stored.widened_elements(elements)
-    if device != "cuda" or itemsize != 2 or config.widens_fp8:
-        num_fp8 = 0
+        multiplies_fp8 = device == "cuda" and itemsize == 2 and not config.widens_fp8
+        elements, num_fp8 = stored.widened_elements(elements, multiplies_fp8=multiplies_fp8)
     total = sum(elements.values()) - num_fp8 - num_integers - num_packed
     if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
         # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.

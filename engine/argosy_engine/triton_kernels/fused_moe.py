@@ -386,11 +386,13 @@ def _gate_up_experts(
     weight_stride,
     expert_scale_stride,
     scale_stride,
+    scale_block_stride,
     hidden,
     inner,
     columns,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -419,6 +421,8 @@ def _gate_up_experts(
         up_weight = gate_weight + inner * weight_stride
         gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
     for start in range(0, hidden, BLOCK_K):
         if IS_EVEN:
             a = tl.load(x + start, mask=is_row[:, None], other=0.0)
@@ -431,11 +435,18 @@ def _gate_up_experts(
             if ACTIVATION != "relu2":
                 gate_b = tl.load(gate_weight + start, mask=in_row[:, None], other=0.0)
             up_b = tl.load(up_weight + start, mask=in_row[:, None], other=0.0)
-        if ACTIVATION != "relu2":
-            gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
-        up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
-    if scale_ptr is not None:
-        scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
+        if SCALE_BLOCK > 0:
+            factor = scale + start // SCALE_BLOCK * scale_block_stride
+            if ACTIVATION != "relu2":
+                sums = tl.dot(a, gate_b.to(a.dtype), input_precision=PRECISION)
+                gate += sums * tl.load(factor)[None, :]
+                factor += inner * scale_stride
+            up += tl.dot(a, up_b.to(a.dtype), input_precision=PRECISION) * tl.load(factor)[None, :]
+        else:
+            if ACTIVATION != "relu2":
+                gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
+            up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
+    if scale_ptr is not None and SCALE_BLOCK == 0:
         if ACTIVATION != "relu2":
             gate *= tl.load(scale)[None, :]
             scale += inner * scale_stride
@@ -482,9 +493,11 @@ def _down_experts(
     weight_stride,
     expert_scale_stride,
     scale_stride,
+    scale_block_stride,
     hidden,
     inner,
     columns,
+    SCALE_BLOCK: tl.constexpr,
     IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -504,6 +517,8 @@ def _down_experts(
     x = x_ptr + row.to(tl.int64)[:, None] * inner + k[None, :]
     weight = weight_ptr + expert * expert_stride + (n % hidden)[None, :] * weight_stride + k[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride
     for start in range(0, inner, BLOCK_K):
         if IS_EVEN:
             a = tl.load(x + start, mask=is_row[:, None], other=0.0)
@@ -512,9 +527,13 @@ def _down_experts(
             in_row = start + k < inner
             a = tl.load(x + start, mask=is_row[:, None] & in_row[None, :], other=0.0)
             b = tl.load(weight + start, mask=in_row[:, None], other=0.0)
-        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride)[None, :]
+        if SCALE_BLOCK > 0:
+            factor = tl.load(scale + start // SCALE_BLOCK * scale_block_stride)
+            total += tl.dot(a, b.to(a.dtype), input_precision=PRECISION) * factor[None, :]
+        else:
+            total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+    if scale_ptr is not None and SCALE_BLOCK == 0:
+        total *= tl.load(scale)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert * hidden + n % hidden).to(tl.float32)[None, :]
     pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
@@ -573,8 +592,9 @@ def fused_moe(
         scales_inputs: whether a token's weights are factors on what its experts get, instead of on what they give.
         activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`),
             `relu2` the square of a ReLU, without a gate.
-        w1_scale: float32 factors of FP8 weights: [num_experts], or one for each of w1's rows.
-        w2_scale: [num_experts] or [num_experts, hidden].
+        w1_scale: float32 factors of FP8 weights: [num_experts], or one for each of w1's rows, [num_experts, rows], or
+            for each 128 inputs of a row, [num_experts, blocks, rows].
+        w2_scale: [num_experts], [num_experts, hidden] or [num_experts, blocks, hidden].
         w1_bias: one for each of w1's rows, contiguous; None: none.
         w2_bias: [num_experts, hidden], contiguous.
         slot_mapping: int64 [T]; rows with -1 are padding: no expert computes them and their output is 0.
@@ -603,7 +623,16 @@ def fused_moe(
     if out is None:
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     products_at_once = 1 if activation == "relu2" else 2
-    tiling = _Tiling.choose(traits, x.dtype, w1.dtype, tile_rows, depth=hidden, products=products_at_once)
+    has_blocks = w1_scale is not None and w1_scale.dim() == 3
+    tiling = _Tiling.choose(
+        traits,
+        x.dtype,
+        w1.dtype,
+        tile_rows,
+        depth=hidden,
+        products=products_at_once,
+        has_blocks=has_blocks,
+    )
     columns = triton.cdiv(inner, tiling.block_n)
     launch(
         _gate_up_experts,
@@ -628,7 +657,9 @@ def fused_moe(
         ACTIVATION=activation,
         **tiling.constants(hidden),
     )
-    tiling = _Tiling.choose(traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1)
+    tiling = _Tiling.choose(
+        traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1, has_blocks=has_blocks
+    )
     columns = triton.cdiv(hidden, tiling.block_n)
     launch(
         _down_experts,
@@ -693,11 +724,13 @@ class _Tiling:
         *,
         depth: int,
         products: int,
+        has_blocks: bool = False,
     ) -> _Tiling:
         """Choose the shape of a program's matrix products.
 
         Few rows: narrow columns give more programs, and deep blocks keep more bytes of the weights in flight. Many
-        rows: 128 x 128 results per program, the most that 8 warps hold in registers.
+        rows: 128 x 128 results per program, the most that 8 warps hold in registers; 128 x 64 of data-center Blackwell
+        if scales of blocks multiply sums on their way from tensor memory.
         """
         is_wide = dtype is torch.float32
         if is_wide:
@@ -705,7 +738,8 @@ class _Tiling:
         elif tile_rows <= 32:
             block_n, block_k = 64 // products, 128
         else:
-            block_n, block_k = 128 // products, 64
+            most = 64 if has_blocks and traits.capability == 100 else 128
+            block_n, block_k = min(128 // products, most), 64
         if depth % block_k:
             block_k = next((size for size in (64, 32) if size < block_k and depth % size == 0), 32)
         weights = products * block_n * block_k
@@ -748,8 +782,21 @@ def _tiles(routing: Routing) -> dict[str, torch.Tensor]:
     }
 
 
+_SCALE_BLOCK = 128
+"""Inputs with one scale, which blocks of the kernels divide."""
+
+
 def _scale_strides(scale: torch.Tensor | None) -> dict[str, int]:
-    if scale is None:
-        return {"expert_scale_stride": 0, "scale_stride": 0}
-    per_channel = scale.dim() == 2 and scale.shape[1] > 1
-    return {"expert_scale_stride": scale.stride(0), "scale_stride": scale.stride(1) if per_channel else 0}
+    expert = row = block = 0
+    if scale is not None:
+        expert = scale.stride(0)
+        if scale.dim() == 3:
+            block, row = scale.stride(1), scale.stride(2)
+        elif scale.dim() == 2 and scale.shape[1] > 1:
+            row = scale.stride(1)
+    return {
+        "expert_scale_stride": expert,
+        "scale_stride": row,
+        "scale_block_stride": block,
+        "SCALE_BLOCK": _SCALE_BLOCK if block else 0,
+    }

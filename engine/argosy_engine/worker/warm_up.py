@@ -204,8 +204,8 @@ def warm_up(
 
     Args:
         on_step: called after each step.
-        has_tiles: whether kernels choose their tiles by the number of tokens, as those of experts and of packed
-            integers do.
+        has_tiles: whether kernels choose their tiles by the number of tokens, as those of experts and of quantised
+            weights do.
     """
     steps = [*_steps(args, max_model_len)]
     if has_tiles:

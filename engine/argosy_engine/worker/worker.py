@@ -182,6 +182,7 @@ class Worker:
                 args.has_fp8_kv_cache,
             )
             packed = packed_forms(config, args.quantization, dtype, device)
+            is_fp8 = has_fp8_products(config, args.quantization, dtype, device)
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
             else:
@@ -197,7 +198,7 @@ class Worker:
                         dtype,
                         device,
                         args.tensor_parallel_size,
-                        has_fp8_products=has_fp8_products(config, args.quantization, dtype, device),
+                        has_fp8_products=is_fp8,
                         packed=packed,
                     ),
                 )
@@ -278,7 +279,7 @@ class Worker:
                     args,
                     self._budget.max_model_len,
                     self._counted("warm-up"),
-                    has_tiles=config.num_routed_experts > 0 or bool(packed),
+                    has_tiles=config.num_routed_experts > 0 or bool(packed) or is_fp8,
                 )
         if sizes := self._graph_sizes():
             with self._phase("graphs"):

@@ -2,6 +2,7 @@
 
 from gpu_report.case import Cases
 from gpu_report.cases import (
+    fp8_linear,
     fused_moe,
     gated_delta_net,
     latent_attention,
@@ -20,6 +21,7 @@ from gpu_report.cases import (
 )
 
 ALL_CASES: dict[str, Cases] = {
+    "fp8_linear": fp8_linear.cases,
     "fused_moe": fused_moe.cases,
     "gated_delta_net": gated_delta_net.cases,
     "latent_attention": latent_attention.cases,

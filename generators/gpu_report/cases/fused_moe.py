@@ -33,6 +33,11 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                     f"{name}, FP8 weights, {tokens} tokens, 128 experts",
                     _call(tokens, *_QWEN3, dtype=dtype, is_fp8=True),
                 )
+            yield Case(
+                f"bf16, FP8 weights with scales of blocks, {tokens} tokens, 128 experts",
+                _call(tokens, *_QWEN3, dtype=torch.bfloat16, is_fp8=True, has_blocks=True),
+                is_sampled=tokens == 8192,
+            )
     for tokens in (1, 512, 1024, 8192):
         yield Case(
             f"bf16, {tokens} tokens, 128 experts without a gate",
@@ -70,9 +75,14 @@ def _call(
     is_gpt_oss: bool = False,
     is_llama_4: bool = False,
     is_nemotron_3: bool = False,
+    has_blocks: bool = False,
 ) -> Callable[[], object]:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
+
+    def scales(rows: int, columns: int) -> torch.Tensor:
+        shape = (experts, -(-columns // 128), rows) if has_blocks else (experts, rows)
+        return empty(*shape, dtype=torch.float32)
 
     def call() -> object:
         weight_dtype, rows = torch.float8_e4m3fn if is_fp8 else dtype, inner if is_nemotron_3 else 2 * inner
@@ -89,8 +99,8 @@ def _call(
             activation="swigluoai" if is_gpt_oss else "relu2" if is_nemotron_3 else "silu",
             w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,
             w2_bias=empty(experts, hidden) if is_gpt_oss else None,
-            w1_scale=empty(experts, rows, dtype=torch.float32) if is_fp8 else None,
-            w2_scale=empty(experts, hidden, dtype=torch.float32) if is_fp8 else None,
+            w1_scale=scales(rows, hidden) if is_fp8 else None,
+            w2_scale=scales(hidden, inner) if is_fp8 else None,
         )
 
     return call
