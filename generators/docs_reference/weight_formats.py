@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy_engine.model_configs.quantization_config import FP8_BLOCK, PACKED_SCHEMES, is_multiplied
-from argosy_engine.model_configs.weight_schemes import SCHEMES, BlockFp8Scheme, Fp8Scheme
+from argosy_engine.model_configs.weight_schemes import SCHEMES, BlockFp8Scheme, Fp8Scheme, Mxfp4ExpertsScheme
 
 _START, _END = "<!-- weight formats: start -->", "<!-- weight formats: end -->"
 _HEAD = ["| weights | `quant_method` | what is read | computed |", "|---|---|---|---|"]
@@ -26,6 +26,8 @@ def with_table(text: str) -> str:
             computed = "in FP8 on [GPUs that can](gpu.md#fp8), else widened"
         elif scheme is BlockFp8Scheme:
             computed = f"blocks of {FP8_BLOCK} inputs in FP8 on [GPUs that can](gpu.md#fp8), else widened"
+        elif scheme is Mxfp4ExpertsScheme:
+            computed = "as packed on [GPUs](gpu.md#fp8) in bfloat16, else widened"
         elif scheme in PACKED_SCHEMES:
             where = "[on CPUs](#as-packed-on-cpus) and [GPUs](#as-packed-on-gpus)"
             computed = f"4 and 8 bits as packed {where}, else widened"

@@ -338,6 +338,8 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape, quanti
         if "embed_tokens" not in name or config.tie_word_embeddings:
             is_fp8 = f"{name}_scale" in plan.shapes or f"{name}_scale_inv" in plan.shapes
             element = 1.0 if is_fp8 else 4.0 if name.endswith(("_scale", "_scale_inv")) else 2.0
+            if name.endswith(("_blocks", "_scales")):
+                element = 1.0
             if quantization is not None and name.endswith("_proj.weight"):
                 element = INTEGER_BITS[quantization] / 8 + 2 / 128
             weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)

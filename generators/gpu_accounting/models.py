@@ -293,6 +293,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B-FP8-dynamic": {**_PLAIN["Qwen3-30B-A3B"], "quantization_config": _FP8_PER_TOKEN},
     "Qwen3-8B-FP8": {**_PLAIN["Qwen3-8B"], "quantization_config": _FP8_BLOCKS},
     "Qwen3-30B-A3B-FP8": {**_PLAIN["Qwen3-30B-A3B"], "quantization_config": _FP8_BLOCKS},
+    "gpt-oss-20b MXFP4": {**_PLAIN["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
     "Meta-Llama-3-8B-Instruct-FP8": {**_PLAIN["Llama-3-8B"], "quantization_config": _FP8_STATIC},
 }
 """config.json by name. Source: the repositories of these names on Hugging Face; of Gemma the text part. FP8: of weights
@@ -309,6 +310,7 @@ PERIODS = {
     "Qwen3.5-0.8B": 4,
     "Qwen3.5-35B-A3B": 4,
     "gpt-oss-20b": 2,
+    "gpt-oss-20b MXFP4": 2,
 }
 """Number of layers after which the kinds of layers repeat, where it is not 1."""
 DENSE_LAYERS = {"DeepSeek-V3": 3, "GLM-4.5-Air": 1}

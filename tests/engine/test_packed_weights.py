@@ -259,6 +259,20 @@ def test_reasons_are_those_of_the_device() -> None:
         f"{widened} the Triton kernels do not serve here"
     )
     assert no_integer_product("cuda", "float16", has_kernels=True) is None
+    config = parse_quantization({"quantization_config": {"quant_method": "mxfp4"}}, {})
+    kept = "multiplied by the GPU kernels as they are packed"
+    for dtype, refusal, device, becomes in (
+        ("bfloat16", None, "cuda", kept),
+        ("bfloat16", "no Triton", "cuda", f"{widened} no Triton"),
+        (
+            "float16",
+            None,
+            "cuda",
+            "widened to float16 at load, because the GPU kernels multiply by MXFP4 in bfloat16",
+        ),
+        ("bfloat16", None, "cpu", f"{widened} no kernel multiplies by them as they are"),
+    ):
+        assert what_becomes(config, dtype, "no FP8", refusal, device).partition(": ")[2] == becomes
     assert told("gptq-4", None, "cuda", has_experts=True) == (
         "multiplied by the GPU kernels as they are packed; experts of packed integers widened to bfloat16 at load"
     )

@@ -130,6 +130,21 @@ def test_a_wrong_activation_is_found(name, kernel, monkeypatch, tmp_path):
     assert f"{name} is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
 
 
+def test_experts_in_mxfp4_pass_and_wrong_ones_are_found(monkeypatch, tmp_path):
+    write_checkpoint("gpt_oss", tmp_path, hidden_size=96, intermediate_size=64, head_dim=32)
+    config = load_model_config(tmp_path)
+    assert layer_self_test(config, torch.bfloat16, CPU, has_mxfp4=True) is None
+    kernel = fused_moe.fused_moe
+
+    def wrong(x, logits, w1, *args, **settings):
+        out = kernel(x, logits, w1, *args, **settings)
+        return out * 1.1 if w1.dtype is torch.uint8 else out
+
+    monkeypatch.setattr(fused_moe, "fused_moe", wrong)
+    reason = layer_self_test(config, torch.bfloat16, CPU, has_mxfp4=True)
+    assert "experts in MXFP4 are wrong by" in reason
+
+
 def test_wrong_experts_are_found(monkeypatch, tmp_path):
     monkeypatch.setattr(fused_moe, "fused_moe", scaled(fused_moe.fused_moe))
     assert "experts are wrong by" in layer_self_test(config_of("qwen3-moe", tmp_path), torch.bfloat16, CPU)

@@ -10,6 +10,7 @@ import torch
 
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import SafetensorsWeights
+from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.layer_factory import LayerFactory
 from argosy_engine.layers.linear_method import OnlineIntLinearMethod, SchemeLinearMethod
 from argosy_engine.layers.products import IntegerProduct, TritonIntegers
@@ -18,6 +19,7 @@ from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels.launch import launched_variants
 from attention_cases import model_inputs
+from fp8_checkpoints import write_packed_experts
 from packed_checkpoints import (
     Format,
     compressed,
@@ -120,6 +122,54 @@ def test_weights_that_are_quantised_online(tmp_path):
     plain = (logits(tmp_path, torch.bfloat16) - exact).norm() / exact.norm()
     assert plain < errors[1]
     assert errors[0] < errors[1] < 0.5
+
+
+def packed_experts(path, *, packs):
+    return SchemeLinearMethod(load_model_config(path).quantization, packs_mxfp4=packs)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """Those of gpt-oss stay packed; a rank whose part begins within a block widens it."""
+    write_packed_experts(tmp_path, num_hidden_layers=2)
+    exact = logits(tmp_path, torch.float32, method=packed_experts(tmp_path, packs=False))
+    widened, found = (
+        logits(tmp_path, torch.bfloat16, method=packed_experts(tmp_path, packs=packs))
+        for packs in (False, True)
+    )
+    assert (found - exact).norm() < 1.2 * (widened - exact).norm()
+    for size in (2, 4):
+        ranks = run_threads(
+            size,
+            lambda group, size=size: logits(
+                tmp_path,
+                torch.bfloat16,
+                method=packed_experts(tmp_path, packs=True),
+                sharding=Sharding(group.rank, size),
+                communicator=group,
+            ),
+        )
+        assert all(torch.equal(ranks[0], each) for each in ranks)
+        assert (ranks[0] - exact).norm() < 1.5 * (widened - exact).norm()
+
+
+def test_experts_in_mxfp4_are_a_quarter_of_widened_ones(tmp_path):
+    write_packed_experts(tmp_path)
+    config = load_model_config(tmp_path)
+    sizes = {}
+    for packs in (False, True):
+        weights = SafetensorsWeights(tmp_path, torch.bfloat16, CPU, prefix="model.")
+        spec = ExpertsSpec(
+            "model.layers.0.mlp.",
+            config.experts.routing,
+            config.hidden_size,
+            config.experts.inner,
+            config.experts.activation,
+            config.experts.names,
+        )
+        stacked = packed_experts(tmp_path, packs=packs).load_experts(weights, spec)
+        tensors = [stacked.gate_up, stacked.down, stacked.gate_up_scale, stacked.down_scale]
+        sizes[packs] = sum(each.nbytes for each in tensors if each is not None)
+    assert sizes[True] == sizes[False] * (1 / 4 + 1 / 64)
 
 
 def test_what_the_kernels_do_not_take_is_widened_and_a_line_of_the_log_says_so(tmp_path, caplog):

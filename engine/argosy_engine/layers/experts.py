@@ -185,14 +185,16 @@ class StackedExperts(NamedTuple):
     """The weights of the experts, or of the part that this process computes."""
 
     gate_up: torch.Tensor
-    """[num_experts, 2 * inner, hidden], the gate's rows first; [num_experts, inner, hidden] if there is no gate."""
+    """[num_experts, 2 * inner, hidden], the gate's rows first; [num_experts, inner, hidden] if there is no gate. In
+    MXFP4 uint8, with two columns in a byte."""
     down: torch.Tensor
     """[num_experts, hidden, inner]"""
     gate_up_scale: torch.Tensor | None = None
     """float32, a factor for each row of FP8 weights, [num_experts, rows], or for each 128 inputs of a row,
-    [num_experts, blocks, rows]; None: the weights have the activations' dtype."""
+    [num_experts, blocks, rows]; of MXFP4 uint8 [num_experts, rows, hidden / 32]. None: the weights have the dtype of
+    the activations."""
     down_scale: torch.Tensor | None = None
-    """float32 [num_experts, hidden] or [num_experts, blocks, hidden]"""
+    """float32 [num_experts, hidden] or [num_experts, blocks, hidden]; uint8 [num_experts, hidden, inner / 32]"""
     gate_up_bias: torch.Tensor | None = None
     """[num_experts, 2 * inner], in the activations' dtype"""
     down_bias: torch.Tensor | None = None
@@ -202,13 +204,16 @@ class StackedExperts(NamedTuple):
     def empty(
         cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, block: int | None = None
     ) -> StackedExperts:
-        """Allocate the weights of the experts that this process holds, and scales if they are in FP8.
+        """Allocate the weights of the experts that this process holds, and scales if they are in FP8 or (uint8) MXFP4.
 
         Args:
             block: inputs of a row that share a scale; None: all.
         """
         count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
         rows = (len(spec.layers) - 1) * inner
+        if dtype is torch.uint8:
+            sizes = ((rows, hidden // 2), (hidden, inner // 2), (rows, hidden // 32), (hidden, inner // 32))
+            return cls(*(torch.empty(count, *size, dtype=dtype, device=device) for size in sizes))
         gate_up = torch.empty(count, rows, hidden, dtype=dtype, device=device)
         down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
         if dtype is not torch.float8_e4m3fn:

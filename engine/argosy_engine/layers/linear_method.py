@@ -6,9 +6,6 @@ and what multiplies by them. Models only describe their projections (`linear.Lin
 
 What multiplies by quantised weights as they are stored is in `products`; all others are widened to the engine's dtype
 at load.
-
-FP8 with a scale per block of the weight (DeepSeek-V3, arXiv 2412.19437) and experts in MXFP4 (gpt-oss; OCP Microscaling
-Formats 1.0) are always widened, a few rows at a time, and take the memory of unquantised ones.
 """
 
 from __future__ import annotations
@@ -58,6 +55,7 @@ from argosy_engine.model_configs.quantization_config import (
     check_quantization,
     no_fp8_product,
     no_integer_product,
+    no_mxfp4_product,
     no_packed_product,
     what_becomes,
 )
@@ -134,11 +132,17 @@ TakeRows = Callable[[Weights, str, tuple[int, int, int], Shard | None], torch.Te
 """Takes this process's part of a tensor of all experts, [experts, rows, columns], given its name and whole shape."""
 
 
-def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None = None) -> StackedExperts:
+def take_stacked(
+    weights: Weights,
+    spec: ExpertsSpec,
+    take_rows: TakeRows | None = None,
+    take_scales: TakeRows | None = None,
+) -> StackedExperts:
     """Take this process's part of experts that the checkpoint stores in two tensors, in the engine's dtype.
 
     Args:
         take_rows: None: weights are stored as `spec.names` says, unquantised.
+        take_scales: takes the scales of what `take_rows` leaves packed; None: nothing stays packed.
     """
     names = spec.names
     assert names.stacked is not None
@@ -176,6 +180,13 @@ def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None
     gate_up_name, down_name = map(spec.stacked, names.stacked)
     gate_up = take(gate_up_name, 2 * inner, hidden, Shard(1, both) if both else held)
     down = take(down_name, hidden, inner, held if own is None else Shard(2, (own,)))
+    scales: tuple[torch.Tensor, ...] = ()
+    if take_scales is not None:
+        take_rows = take_scales
+        scales = (
+            joined(take(gate_up_name, 2 * inner, hidden, Shard(1, both) if both else held)),
+            take(down_name, hidden, inner, held if own is None else Shard(2, (own,))).contiguous(),
+        )
     gate_up_bias = down_bias = None
     if names.biases is not None:
         bias_names = [spec.stacked(name) for name in names.biases]
@@ -188,6 +199,7 @@ def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None
     return StackedExperts(
         joined(gate_up),
         down if down.is_meta else down.contiguous(),
+        *scales,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
@@ -257,7 +269,8 @@ def linear_method(
         products.append(IntegerProduct(kernels))
     if found.has_fp8 and reason is None:
         products.append(Fp8Product(quantize_rows()))
-    return SchemeLinearMethod(found, *products)
+    packs = packs_mxfp4(config, dtype, device, uses_triton=uses_triton)
+    return SchemeLinearMethod(found, *products, packs_mxfp4=packs)
 
 
 def keeps_integers(
@@ -286,6 +299,13 @@ def packed_forms(
     return list(
         dict.fromkeys((getattr(each, "bits", 8), getattr(each, "group_size", None)) for each in packed)
     )
+
+
+def packs_mxfp4(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, uses_triton: bool) -> bool:
+    """Whether stacked experts in MXFP4 stay packed."""
+    if config.quantization is None or config.quantization.experts is None or config.widens_fp8:
+        return False
+    return no_mxfp4_product(device.type, str(dtype).removeprefix("torch."), uses_triton) is None
 
 
 def integer_kernels(
@@ -377,12 +397,13 @@ class SchemeLinearMethod(LinearMethod):
         config: which layers are quantised, and how.
         products: of a device that multiplies by some of the schemes; of a layer, the first that can. Where none can,
             weights are widened to the engine's dtype at load.
+        packs_mxfp4: whether kernels multiply by stacked experts in MXFP4.
     """
 
-    def __init__(self, config: QuantizationConfig, *products: Product) -> None:
+    def __init__(self, config: QuantizationConfig, *products: Product, packs_mxfp4: bool = False) -> None:
         super().__init__()
         self._config = config
-        self._products = products
+        self._products, self._packs_mxfp4 = products, packs_mxfp4
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
         parts = self._take(weights, spec)
@@ -408,8 +429,11 @@ class SchemeLinearMethod(LinearMethod):
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         if spec.names.stacked is not None:  # which are no linear layers
-            take_rows = None if self._config.experts is None else take_mxfp4
-            return take_stacked(weights, spec, take_rows)
+            if self._config.experts is None:
+                return take_stacked(weights, spec)
+            if self._packs_mxfp4 and not _cuts_blocks(spec):
+                return take_stacked(weights, spec, take_mxfp4_pairs, take_mxfp4_scales)
+            return take_stacked(weights, spec, take_mxfp4)
         if self._config.experts is not None:
             raise unsupported_experts(spec, "in MXFP4 and stored one by one")
         schemes = {
@@ -486,6 +510,15 @@ Parts = Mapping[str, StoredWeight | torch.Tensor]
 """Weights of the parts of a layer by name, those that are not quantised in the engine's dtype."""
 
 
+def _cuts_blocks(spec: ExpertsSpec) -> bool:
+    """Whether this process's features begin or end within a block of MXFP4, so that its part is widened."""
+    own = spec.features
+    if own is None or (own.start % MX_GROUP == 0 and own.stop % MX_GROUP == 0):
+        return False
+    logger.info("%s is widened: %d features of a rank are no whole blocks of 32", spec.prefix, len(own))
+    return True
+
+
 def _all_stored(parts: Parts) -> list[StoredWeight] | None:
     """Return the parts of a layer if all of them are quantised."""
     stored = [part for part in parts.values() if isinstance(part, StoredWeight)]
@@ -540,31 +573,65 @@ class OnlineFp8LinearMethod(LinearMethod):
         return stacked
 
 
+def _block_shard(
+    name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> tuple[Shard | None, range | None]:
+    """Return the part of blocks of 32 columns that goes with a part of [experts, rows, columns], and which of their
+    columns are used; None: all.
+
+    Raises:
+        ConfigError: rows are no whole blocks.
+    """
+    if shape[2] % MX_GROUP:
+        raise ConfigError(f"{name} has rows of {shape[2]}, which is not a multiple of {MX_GROUP}")
+    if shard is None or shard.dim != 2:
+        return shard, None
+    (cut,) = shard.ranges
+    first, last = cut.start // MX_GROUP, -(-cut.stop // MX_GROUP)
+    used = range(cut.start - first * MX_GROUP, cut.stop - first * MX_GROUP)
+    whole = used == range((last - first) * MX_GROUP)
+    return Shard(2, (range(first, last),)), None if whole else used
+
+
+def take_mxfp4_pairs(
+    weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> torch.Tensor:
+    """Take this process's part of [experts, rows, columns] as it is stored, uint8 [experts, rows, columns / 2], the
+    first of two columns in the lower half of a byte. A part of the columns takes the whole blocks that it is in."""
+    count, rows, columns = shape
+    blocks, _ = _block_shard(name, shape, shard)
+    sizes = (count, rows, columns // MX_GROUP, MX_GROUP // 2)
+    return weights.take(name + "_blocks", *sizes, dtype=torch.uint8, shard=blocks).flatten(2)
+
+
+def take_mxfp4_scales(
+    weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> torch.Tensor:
+    """Take the scales of `take_mxfp4_pairs`, uint8 [experts, rows, columns / 32]: exponents of 2, plus 127."""
+    count, rows, columns = shape
+    blocks, _ = _block_shard(name, shape, shard)
+    return weights.take(name + "_scales", count, rows, columns // MX_GROUP, dtype=torch.uint8, shard=blocks)
+
+
+def widened_mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return what pairs [..., columns / 2] with exponents [..., columns / 32] stand for, float32 [..., columns]."""
+    numbers = F.embedding(pairs.int(), fp4_pairs(pairs.device)).flatten(-2).unflatten(-1, (-1, MX_GROUP))
+    return torch.ldexp(numbers, exponents.unsqueeze(-1).int() - 127).flatten(-2)
+
+
 def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None) -> torch.Tensor:
-    """Take this process's part of [experts, rows, columns], of which pairs of columns are in a byte, the first in
-    its lower half. A part of the columns is cut out of the whole blocks that it is in."""
-    count, num_rows, columns = shape
-    if columns % MX_GROUP:
-        raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {MX_GROUP}")
-    cut: range | None = None
-    if shard is not None and shard.dim == 2:
-        (cut,) = shard.ranges
-        first, last = cut.start // MX_GROUP, -(-cut.stop // MX_GROUP)
-        shard, cut = Shard(2, (range(first, last),)), range(cut.start - first * 32, cut.stop - first * 32)
-    blocks = columns // MX_GROUP
-    packed = weights.take(
-        name + "_blocks", count, num_rows, blocks, MX_GROUP // 2, dtype=torch.uint8, shard=shard
-    )
-    scales = weights.take(name + "_scales", count, num_rows, blocks, dtype=torch.uint8, shard=shard)
-    width = packed.shape[2] * MX_GROUP
+    """Take this process's part of [experts, rows, columns] and widen it. A part of the columns is cut out of the whole
+    blocks that it is in."""
+    packed = take_mxfp4_pairs(weights, name, shape, shard)
+    scales = take_mxfp4_scales(weights, name, shape, shard)
+    _, cut = _block_shard(name, shape, shard)
+    width = packed.shape[2] * 2
     if packed.is_meta:
         widths = width if cut is None else len(cut)
         return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
-    pairs = fp4_pairs(packed.device)
 
     def widen(part: torch.Tensor, at: int) -> torch.Tensor:
-        exponents = flat_scales[at : at + len(part)].int() - 127
-        widened = torch.ldexp(F.embedding(part.int(), pairs).flatten(2), exponents.unsqueeze(-1)).flatten(1)
+        widened = widened_mxfp4(part, flat_scales[at : at + len(part)])
         return widened if cut is None else widened[:, cut.start : cut.stop]
 
     flat_scales = scales.flatten(0, 1)

@@ -8,6 +8,7 @@ activations, products by packed integers and in FP8, experts, Gated DeltaNets, M
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.linear import SplitGatedLinear, TorchLinear
-from argosy_engine.layers.linear_method import quantized
+from argosy_engine.layers.linear_method import quantized, widened_mxfp4
 from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
 from argosy_engine.layers.norms import GatedActivation, LayerKernels, TritonLayerKernels
 from argosy_engine.layers.products import (
@@ -57,6 +58,7 @@ from argosy_engine.layers.short_conv import ShortConvWeights, TorchShortConv, Tr
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import FP8_BLOCK
+from argosy_engine.model_configs.weight_schemes import MX_GROUP
 from argosy_engine.native.library import QuantizedWeight
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
@@ -333,6 +335,7 @@ def layer_self_test(
     *,
     has_fp8_products: bool = False,
     packed: Sequence[tuple[int, int | None]] = (),
+    has_mxfp4: bool = False,
 ) -> str | None:
     """Run the kernels on the device; return why they must not be used, or None.
 
@@ -340,8 +343,9 @@ def layer_self_test(
         tensor_parallel_size: ranks that may share a Mamba layer's groups.
         has_fp8_products: whether products of the model want their inputs in FP8.
         packed: bits and group sizes of integers that the model multiplies by as they are packed (`packed_forms`).
+        has_mxfp4: whether experts in MXFP4 stay packed.
     """
-    inputs = _Inputs(config, device, has_fp8_products, packed, tensor_parallel_size)
+    inputs = _Inputs(config, device, has_fp8_products, packed, has_mxfp4, tensor_parallel_size)
     try:
         ours = {name: list(out) for name, out in inputs.outputs(TritonLayerKernels(), dtype)}
         if device.type == "cuda":
@@ -355,7 +359,8 @@ def layer_self_test(
         allowed = _MAX_ERROR_RATIO * _error(theirs[name], truth[name]) + _FLOOR
         error = _error(out, truth[name])
         if not error <= allowed:  # NaN is an error, too
-            return f"{name} {'are' if name == 'experts' else 'is'} wrong by {error:.2g} where {allowed:.2g} is allowed"
+            verb = "are" if name.startswith("experts") else "is"
+            return f"{name} {verb} wrong by {error:.2g} where {allowed:.2g} is allowed"
     return None
 
 
@@ -380,6 +385,7 @@ class _Inputs:
         device: torch.device,
         has_fp8_products: bool,
         packed: Sequence[tuple[int, int | None]],
+        has_mxfp4: bool,
         tensor_parallel_size: int,
     ) -> None:
         self._device = device
@@ -409,6 +415,7 @@ class _Inputs:
             self._w2 = self._draw(count, width, inner) / inner**0.5
             has_biases = experts.names.biases is not None
             self._biases = (self._draw(count, rows), self._draw(count, width)) if has_biases else None
+            self._mxfp4 = [self._pairs(each) for each in (self._w1, self._w2)] if has_mxfp4 else []
         self._delta_net: DeltaNetParams | None = getattr(
             config, "delta_net", None
         )  # not every family has one
@@ -445,6 +452,15 @@ class _Inputs:
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
+
+    def _pairs(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a weight [experts, rows, columns] in MXFP4: pairs and exponents."""
+        *sizes, columns = weight.shape
+        drawn = torch.randint(0, 256, (*sizes, columns // 2), generator=self._generator)
+        # Numbers of up to 6 become those of a weight whose columns are summed.
+        exponents = torch.full((*sizes, columns // MX_GROUP), 127 - round(math.log2(2 * columns**0.5)))
+        exponents += torch.randint(0, 2, exponents.shape, generator=self._generator)
+        return drawn.to(self._device, torch.uint8), exponents.to(self._device, torch.uint8)
 
     def _integers(self, bits: int, group: int | None) -> tuple[QuantizedWeight, torch.Tensor]:
         """Draw a weight of integers with zero points, and inputs for it."""
@@ -483,6 +499,13 @@ class _Inputs:
             if not isinstance(kernels, TritonLayerKernels):
                 activation = kernels.gated_activations[self._experts.activation]
             yield "experts", [self._run_experts(self._experts, dtype, activation)]
+            if self._mxfp4:
+                (w1, s1), (w2, s2) = self._mxfp4
+                if activation is None:
+                    stacked = StackedExperts(w1, w2, s1, s2)
+                else:
+                    stacked = StackedExperts(widened_mxfp4(w1, s1).to(dtype), widened_mxfp4(w2, s2).to(dtype))
+                yield "experts in MXFP4", [self._run_experts(self._experts, dtype, activation, stacked)]
         if self._delta_net is not None:
             delta_net = TritonDeltaNet if isinstance(kernels, TritonLayerKernels) else TorchDeltaNet
             inputs = self._delta_inputs
@@ -573,14 +596,24 @@ class _Inputs:
         return [*outputs, *state.states]
 
     def _run_experts(
-        self, spec: ExpertsSpec, dtype: torch.dtype, activation: GatedActivation | None
+        self,
+        spec: ExpertsSpec,
+        dtype: torch.dtype,
+        activation: GatedActivation | None,
+        stacked: StackedExperts | None = None,
     ) -> torch.Tensor:
-        """Run the experts one by one with an activation, or all at once."""
-        w1, w2 = self._w1.to(dtype), self._w2.to(dtype)
+        """Run the experts one by one with an activation, or all at once.
+
+        Args:
+            stacked: weights of experts, without biases; None: those that were drawn.
+        """
+        if stacked is None:
+            stacked = StackedExperts(self._w1.to(dtype), self._w2.to(dtype))
+        w1, w2 = stacked.gate_up, stacked.down
         b1, b2 = (None, None) if self._biases is None else (each.to(dtype) for each in self._biases)
         slots = torch.arange(_ROWS, device=self._device)
         if activation is None:
-            stacked = StackedExperts(w1, w2, gate_up_bias=b1, down_bias=b2)
+            stacked = stacked._replace(gate_up_bias=b1, down_bias=b2)
             experts = TritonExperts(spec, stacked, self._correction)
             return experts(self._tokens.to(dtype), self._router_logits, slots)
         layers = {

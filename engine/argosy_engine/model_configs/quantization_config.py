@@ -141,7 +141,10 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 elif needed and (isinstance(scheme, BlockFp8Scheme) or not is_multiplied(scheme)):
                     count = 0
             elif self.experts is not None and name.endswith("_blocks"):
-                count *= 2  # numbers in a byte
+                if multiplies_fp8:
+                    num_fp8 += count  # bytes, as they are stored
+                else:
+                    count *= 2  # numbers in a byte
             found[name] = count
         return found, num_fp8
 
@@ -296,6 +299,16 @@ def no_integer_product(device: str, dtype: str, *, has_kernels: bool) -> str | N
     return f"the CPU kernels are off or do not run here in {dtype}"
 
 
+def no_mxfp4_product(device: str, dtype: str, uses_triton: bool) -> str | None:
+    """Return why a device does not multiply by stacked experts in MXFP4 as they are packed, or None. Arguments:
+    `no_fp8_product`."""
+    if device != "cuda":
+        return _NO_KERNEL
+    if dtype != "bfloat16":
+        return "the GPU kernels multiply by MXFP4 in bfloat16"
+    return None if uses_triton else "the Triton kernels do not serve here"
+
+
 def _is_pattern(name: str) -> bool:
     return name.startswith("re:") or "*" in name
 
@@ -364,8 +377,14 @@ def what_becomes(
         if found.rules or any(reasons.values()):
             kept += ", where fused projections have equal groups"
         return "; ".join([f"{forms}: {kept}", *ends])
+    reason: str | None = None
+    if found.experts is not None and device == "cuda":
+        reason = no_mxfp4_product(device, dtype, uses_triton=True) or integer_refusal
+        if reason is None:
+            return f"{forms}: multiplied by {_KERNELS[device]} as they are packed"
+        return f"{forms}: {widened}, because {reason}"
     if not found.has_fp8 or refusal is not None:
-        reason: str | None = _NO_KERNEL
+        reason = _NO_KERNEL
         if found.has_fp8:
             reason = refusal
         elif found.has_packed(device):

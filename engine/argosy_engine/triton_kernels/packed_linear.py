@@ -15,7 +15,8 @@ right one comes from shared memory), and few tokens fill an instruction of 8 col
 Two kernels. Few tokens are bound by reading weights: a program has few rows of the weight, so that 4096 rows are enough
 programs for 132 multiprocessors, and each of its warps multiplies other inputs; the warps' sums are added at the end,
 in a fixed order, and nothing is exchanged between programs. With more tokens or rows the warps of a program share its
-rows. Time on a device was not measured.
+rows. Which of them serves depends on the number of tokens, so that a token's result may be rounded otherwise in another
+batch, as with cuBLAS; in the same batch it is the same. Time on a device was not measured.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.layers.experts import TokenExchange
-from argosy_engine.layers.linear_method import has_fp8_products, keeps_integers, packed_forms
+from argosy_engine.layers.linear_method import has_fp8_products, keeps_integers, packed_forms, packs_mxfp4
 from argosy_engine.layers.self_test import layer_self_test, working_backend
 from argosy_engine.messages import LoadStep, OnLoadStep, SchedulerOutput, WorkerInfo, ignore_step
 from argosy_engine.model_configs.model_config import (
@@ -200,6 +200,7 @@ class Worker:
                         args.tensor_parallel_size,
                         has_fp8_products=is_fp8,
                         packed=packed,
+                        has_mxfp4=packs_mxfp4(config, dtype, device, uses_triton=True),
                     ),
                 )
                 self._backend = agreed_backend(chosen, self._parallel)
