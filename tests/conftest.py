@@ -136,6 +136,23 @@ class StartedProcesses:
             item.user_properties.append(("started", self.count - self.before))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Fail a test that leaves the garbage collector otherwise than it was.
+
+    A callback that a program's `main` has left freezes what is alive while later tests run: what they have dropped
+    stays, and nothing shows who refers to it.
+    """
+    yield
+    left = [each for each in gc.callbacks if each.__module__.startswith("argosy")]
+    was_enabled = gc.isenabled()
+    for each in left:
+        gc.callbacks.remove(each)
+    gc.enable()
+    assert not left, f"the collector still calls {left}"
+    assert was_enabled, "the collector is still disabled"
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the SDKs that tests have imported connect within 60 s instead of 5; the object is all clients' default. Their
     import would take 2 s here, where the process that only gives out tests to others waits for it as well.

@@ -1,16 +1,19 @@
 """llama.cpp as a contender of offline.py: the same weights as GGUF, and greedy decoding through the C interface of
 llama-cpp-python. Runs in an interpreter that has llama-cpp-python, built with GGML_NATIVE=ON, and gguf.
 
-All sequences are decoded in one batch a step, as a server with that many slots does. Embedding and output head stay
-bfloat16 in every width, as ours do.
+All sequences are decoded in one batch a step, as a server with that many slots does. Embedding and output head, which
+are one tensor, have 8 bits where the layers have 8 or 4: llama-quantize leaves no bfloat16 there, and our head has 8.
+`Llama.tune` tries the settings that a user can give and keeps the fastest.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +25,7 @@ def write_gguf(folder: Path, width: str) -> Path:
     """Write a Qwen3 checkpoint of random_model.py as GGUF beside it, unless that was done; return the file."""
     import gguf
 
-    file = folder / f"{width}.gguf"
+    file = folder / f"{width}-head-of-8-bits.gguf" if width != "BF16" else folder / "BF16.gguf"
     if file.exists():
         return file
     config = json.loads((folder / "config.json").read_text())
@@ -45,7 +48,7 @@ def write_gguf(folder: Path, width: str) -> Path:
     for name, bits in stored_tensors(folder / "model.safetensors"):
         numbers = (bits.astype(np.uint32) << 16).view(np.float32)
         is_plain = numbers.ndim == 1
-        kind = "F32" if is_plain else "BF16" if "embed" in name else width
+        kind = "F32" if is_plain else "Q8_0" if "embed" in name and width != "BF16" else width
         form = gguf.GGMLQuantizationType[kind]
         stored = numbers if is_plain else gguf.quants.quantize(numbers, form)
         found = names.get_name(name, try_suffixes=(".weight",))
@@ -70,10 +73,22 @@ def stored_tensors(file: Path) -> Any:
         yield name, np.array(data[start + begin : start + end]).view(np.uint16).reshape(entry["shape"])
 
 
+class Settings(NamedTuple):
+    """Settings of a context of llama.cpp."""
+
+    threads: int
+    flash_attention: bool = True
+    unified_cache: bool = False
+    """Whether all sequences share one buffer of keys and values (--kv-unified)."""
+    micro_batch: int = 512
+    """Tokens that are computed at once (--ubatch-size)."""
+
+
 class Llama:
     """A model in llama.cpp that continues prompts greedily.
 
     Args:
+        threads: most of them.
         sequences: continued at once.
         length: most tokens of a sequence.
     """
@@ -86,16 +101,47 @@ class Llama:
         params = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         assert self._model, f"llama.cpp cannot load {file}"
-        context = llama_cpp.llama_context_default_params()
-        context.n_ctx = sequences * math.ceil((length + 1) / 256) * 256
-        context.n_batch, context.n_ubatch, context.n_seq_max = 2048, 512, sequences
-        context.n_threads = context.n_threads_batch = threads
-        context.flash_attn_type = 1
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
-        assert self._context, "llama.cpp has no memory for its cache"
-        self._batch = llama_cpp.llama_batch_init(context.n_batch, 0, 1)
-        self._size = context.n_batch
+        self._sequences, self._length, self._size = sequences, length, 2048
+        self._batch = llama_cpp.llama_batch_init(self._size, 0, 1)
+        self._settings, self._context = Settings(threads), None
+        self._apply(self._settings)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def _apply(self, settings: Settings) -> None:
+        if self._context is not None:
+            self._c.llama_free(self._context)
+        params = self._c.llama_context_default_params()
+        params.n_ctx = self._sequences * math.ceil((self._length + 1) / 256) * 256
+        params.n_batch, params.n_ubatch = self._size, settings.micro_batch
+        params.n_seq_max, params.kv_unified = self._sequences, settings.unified_cache
+        params.n_threads = params.n_threads_batch = settings.threads
+        params.flash_attn_type = int(settings.flash_attention)
+        self._context = self._c.llama_init_from_model(self._model, params)
+        assert self._context, f"llama.cpp cannot make a context of {settings}"
+
+    def tune(self, prompts: list[list[int]], tokens: int) -> None:
+        """Change one setting after the other, and keep what continues these prompts fastest."""
+        best, best_s = self._settings, self._time(self._settings, prompts, tokens)
+        changes: list[dict[str, int]] = [{"flash_attention": False}, {"threads": max(best.threads // 2, 1)}]
+        if len(prompts) > 1:
+            changes.append({"unified_cache": True})
+        if sum(map(len, prompts)) > best.micro_batch // 4:
+            changes += [{"micro_batch": size} for size in (128, 2048)]
+        for change in changes:
+            tried = best._replace(**change)
+            if (seconds := self._time(tried, prompts, tokens)) < best_s:
+                best, best_s = tried, seconds
+        self._apply(best)
+        print(f"fastest: {best}", file=sys.stderr, flush=True)
+
+    def _time(self, settings: Settings, prompts: list[list[int]], tokens: int) -> float:
+        self._apply(settings)
+        least = math.inf
+        for _ in range(2):
+            before = time.perf_counter()
+            self.generate(prompts, tokens)
+            least = min(least, time.perf_counter() - before)
+        return least
 
     def generate(self, prompts: list[list[int]], tokens: int) -> int:
         """Continue prompts by so many tokens each; return the number of all of them."""

@@ -6,13 +6,15 @@ are given).
 
 Rounds alternate. Each contender is a process of its own: it starts once, while the others are stopped by SIGSTOP, and
 runs during its rounds only. vLLM takes part in two settings: with one core left free, and with all cores. Prompts are
-random and differ from round to round; the first round warms up and is discarded. Prints each round, then medians and
+random and differ from round to round; the first round warms up and is discarded, and there llama.cpp's settings are
+searched; its log says which it has. Prints each round, then medians and
 ratios. A model is a folder, `builtin://tiny`, or a shape of random_model.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import subprocess
@@ -227,7 +229,14 @@ def llama_cpp(options: argparse.Namespace) -> tuple[Generate, int]:
     file = llama.write_gguf(Path(options.model), llama.WIDTHS[options.serve_as])
     length = options.input_len + options.output_len
     model = llama.Llama(file, options.threads, options.num_prompts, length)
-    return model.generate, model.vocab_size
+    calls = itertools.count()
+
+    def generate(prompts: Prompts, length: int) -> int:
+        if next(calls) == 1:  # the round that warms up
+            model.tune(prompts, length)
+        return model.generate(prompts, length)
+
+    return generate, model.vocab_size
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], tuple[Generate, int]]] = {

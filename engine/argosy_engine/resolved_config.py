@@ -1,7 +1,8 @@
 """ResolvedConfig: what an engine runs with, once model and device have decided what the flags left open.
 
 `RequestDefaults` are part of it: what flags put in place of the model folder's own chat template and sampling
-parameters, once files are read. How a template is rendered is not known here.
+parameters, once files are read. How a template is rendered is not known here. So is `MediaConfig`: whether requests may
+have images, and how they are loaded and processed; its flags are `MediaArgs`, a part of `config.EngineArgs`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from msgspec import Meta, Struct
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.model_configs.model_use import PoolingSpec
+from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.sample.token_logprobs import LogprobsMode
-from argosy_protocol.program.flags import InvalidValue, convert
+from argosy_protocol.program.flags import Flag, InvalidValue, convert
 
 MAX_TEMPLATE_BYTES = 1 << 20
 _LITERAL_SIGNS = frozenset("{}\n")
@@ -236,6 +238,171 @@ class TokenizerConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The file that mistral-common encodes with."""
 
 
+DEFAULT_MAX_IMAGES = 256
+"""Images of one prompt. vLLM's default is 999, which it does not bound in bytes."""
+MAX_IMAGES = 4096
+_Domain = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:\[\]-]+$")]
+
+
+class MediaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How images of requests are loaded and processed."""
+
+    vision: VisionSpec | None = None
+    """How the model sees them; None: requests with images are refused."""
+    why_blind: str = ""
+    """The flag that turns images off, if one does."""
+    max_images: int = DEFAULT_MAX_IMAGES
+    """Of one prompt."""
+    processor_kwargs: dict[str, Any] = {}
+    background: tuple[int, int, int] = (255, 255, 255)
+    """Red, green and blue behind transparent pixels."""
+    trusts_request_kwargs: bool = False
+    """Whether a request may have arguments for the processor."""
+    cache_bytes: int = 0
+    allowed_domains: tuple[str, ...] = ()
+    allowed_path: str | None = None
+
+    @property
+    def model_type(self) -> str:
+        """Of the checkpoint's config.json; empty without `vision`."""
+        fields = {} if self.vision is None else msgspec.json.decode(self.vision.fields, type=dict[str, Any])
+        return str(fields.get("model_type", ""))
+
+
+class MediaArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The flags for images, with vLLM's names."""
+
+    language_model_only: Annotated[
+        bool,
+        Meta(
+            description="serve only the text part of a model that sees images; requests with images are refused"
+        ),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        Annotated[dict[str, Any], Meta(max_length=16)] | None,
+        Meta(
+            description='JSON object; {"image": 4} bounds the images of a prompt (default 256), {"image": 0} refuses '
+            "them. Video and audio are not served, whatever their limits"
+        ),
+        Flag(is_json=True),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        Annotated[dict[str, Any], Meta(max_length=64)] | None,
+        Meta(
+            description='JSON object of arguments for the model\'s image processor, such as `{"max_pixels": 1003520}` '
+            "of Qwen2.5-VL, which bounds the tokens of an image"
+        ),
+        Flag(is_json=True),
+    ] = None
+    trust_request_mm_kwargs: Annotated[
+        bool,
+        Meta(
+            description="accept `mm_processor_kwargs` in requests: a client then chooses how large images become"
+        ),
+    ] = False
+    media_io_kwargs: Annotated[
+        Annotated[dict[str, Any], Meta(max_length=16)] | None,
+        Meta(
+            description='JSON object; {"image": {"rgba_background_color": [0, 0, 0]}} is the colour behind transparent '
+            "pixels (default: white)"
+        ),
+        Flag(is_json=True),
+    ] = None
+    mm_processor_cache_gb: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=4096.0,
+            description="GiB of processed images that each API process keeps, by their content; 0: none",
+        ),
+    ] = 1.0
+    allowed_media_domains: Annotated[
+        tuple[_Domain, ...],
+        Meta(
+            max_length=256,
+            description="hosts, as HOST or HOST:PORT, from which images are fetched that requests name by an http(s) "
+            "URL; default: none. Addresses in private networks are refused in any case",
+        ),
+    ] = ()
+    allowed_local_media_path: Annotated[
+        Annotated[str, Meta(max_length=4096)] | None,
+        Meta(
+            description="directory of this machine below which images are read that requests name by a file:// URL, by "
+            "every client; default: none"
+        ),
+    ] = None
+
+    def media_config(self, vision: VisionSpec | None) -> MediaConfig:
+        """Return how images are loaded and processed.
+
+        Args:
+            vision: of the model.
+
+        Raises:
+            ConfigError: a flag has a value that means nothing here.
+        """
+        limit = _image_limit(self.limit_mm_per_prompt)
+        off = "--language-model-only" if self.language_model_only else ""
+        off = off or ("--limit-mm-per-prompt" if not limit else "")
+        if self.allowed_local_media_path and not Path(self.allowed_local_media_path).expanduser().is_dir():
+            raise ConfigError(
+                f"--allowed-local-media-path {self.allowed_local_media_path} is no directory of this machine"
+            )
+        return MediaConfig(
+            vision=None if off else vision,
+            why_blind=off if vision is not None else "",
+            max_images=limit,
+            processor_kwargs=self.mm_processor_kwargs or {},
+            background=image_background(self.media_io_kwargs, "--media-io-kwargs"),
+            trusts_request_kwargs=self.trust_request_mm_kwargs,
+            cache_bytes=int(self.mm_processor_cache_gb * (1 << 30)),
+            allowed_domains=self.allowed_media_domains,
+            allowed_path=self.allowed_local_media_path or None,
+        )
+
+
+def _image_limit(limits: dict[str, Any] | None) -> int:
+    """Return how many images a prompt may have. As in vLLM a limit is a number, or an object with `count`."""
+    found = DEFAULT_MAX_IMAGES
+    for modality, value in (limits or {}).items():
+        limit = value.get("count", DEFAULT_MAX_IMAGES) if isinstance(value, dict) else value
+        if not isinstance(limit, int) or isinstance(limit, bool) or not 0 <= limit <= MAX_IMAGES:
+            raise ConfigError(
+                f"--limit-mm-per-prompt: {modality[:32]} must be a whole number from 0 to {MAX_IMAGES}, or an object "
+                "with it as count"
+            )
+        if modality == "image":
+            found = limit
+        elif modality not in ("video", "audio"):
+            raise ConfigError(
+                f"--limit-mm-per-prompt: there is no {modality[:32]!r}, but image, video and audio"
+            )
+    return found
+
+
+def image_background(
+    kwargs: dict[str, Any] | None, where: str, default: tuple[int, int, int] = (255, 255, 255)
+) -> tuple[int, int, int]:
+    """Return the colour behind transparent pixels that vLLM's `media_io_kwargs` ask for.
+
+    Raises:
+        ConfigError: they ask for something else, or for no colour.
+    """
+    for modality, options in (kwargs or {}).items():
+        if modality not in ("image", "video", "audio") or not isinstance(options, dict):
+            raise ConfigError(f"{where}: must have an object for image, such as {{'image': {{}}}}")
+        for name, value in options.items() if modality == "image" else ():
+            if name == "image_mode" and value == "RGB":
+                continue
+            is_color = isinstance(value, list | tuple) and len(value) == 3
+            if name != "rgba_background_color":
+                raise ConfigError(f"{where}: there is no {name[:64]!r} of images, but rgba_background_color")
+            if not is_color or not all(type(each) is int and 0 <= each <= 255 for each in value):
+                raise ConfigError(f"{where}: rgba_background_color must be three whole numbers from 0 to 255")
+            default = (value[0], value[1], value[2])
+    return default
+
+
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
     """Configuration with all defaults resolved. The core sends it to every client in its READY message."""
 
@@ -277,6 +444,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     parsers: ParserConfig = ParserConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     request_defaults: RequestDefaults = RequestDefaults()
+    media: MediaConfig = MediaConfig()
     pooling: PoolingSpec | None = None
     """How the model pools; None: it generates."""
     kv_cache_metrics: bool = False

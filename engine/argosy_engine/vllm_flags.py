@@ -12,11 +12,9 @@ honours (`config`, `server_args`).
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from argosy_protocol.program.flags import add_switch
 
@@ -35,17 +33,10 @@ class VllmFlag(NamedTuple):
     short: str = ""
     is_list: bool = False
     """Whether it takes several values."""
-    pattern: str = ""
-    """The values of a flag without effect that ask for nothing; any other is refused."""
 
     @property
     def dest(self) -> str:
         return f"vllm.{self.name}"
-
-    def asks_for_nothing(self, value: Any) -> bool:
-        """Whether a flag without effect is accepted with this value, a text or what a Python caller gives."""
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        return not self.pattern or re.fullmatch(self.pattern, text) is not None
 
 
 LOCAL_SIZE = "data-parallel-size-local"
@@ -107,8 +98,6 @@ def check_vllm_flags(
             parser.error(f"--{flag.name} is not supported: {flag.reason}")
     for flag in without_effect:
         value = getattr(options, flag.dest)
-        if value is not None and not flag.asks_for_nothing(value):
-            parser.error(f"--{flag.name} {value[:64]} is not supported: {flag.reason}")
         if value is not None:
             print(f"{parser.prog}: --{flag.name} has no effect: {flag.reason}", file=sys.stderr)
 
@@ -133,17 +122,17 @@ _KERNEL_SWITCHES = (
     *("enable-flashinfer-autotune", "enable-batch-sharded-sampling", "enable-hc-sp", "use-fp64-gumbel"),
     *("disable-nccl-for-dp-synchronization", "kv-sharing-fast-prefill", "enable-shm-tensor-arena"),
 )
-_TEXT_ONLY = "models read text only"
+_ONE_WAY = "images are processed, sent and encoded in one way; videos are not served"
 _MEDIA = (
-    *("allowed-local-media-path", "media-io-kwargs", "mm-device-do-normalize"),
+    "mm-device-do-normalize",
     *("mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-hasher-algorithm"),
     *("mm-encoder-fp8-scale-save-margin", "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode"),
-    *("mm-ipc-gpu-memory-gb", "mm-processor-cache-gb", "mm-processor-cache-type", "mm-processor-device"),
-    *("mm-processor-kwargs", "mm-shm-cache-max-object-size-mb", "mm-tensor-ipc", "video-pruning-method"),
+    *("mm-ipc-gpu-memory-gb", "mm-processor-cache-type", "mm-processor-device"),
+    *("mm-shm-cache-max-object-size-mb", "mm-tensor-ipc", "video-pruning-method"),
     *("video-pruning-rate", "ec-manager-config"),
 )
 _MEDIA_SWITCHES = (
-    *("disable-chunked-mm-input", "interleave-mm-strings", "language-model-only", "skip-mm-profiling"),
+    *("disable-chunked-mm-input", "interleave-mm-strings", "skip-mm-profiling"),
     "enable-flash-late-interaction",
 )
 _NO_MAMBA = "states, such as Mamba's, are kept in the model's own way; --mamba-block-size says how often"
@@ -203,11 +192,6 @@ WITHOUT_EFFECT = (
     VllmFlag("disable-cascade-attn", "there is no cascade attention", True),
     VllmFlag("max-seq-len-to-capture", _SAYS_CAPTURED),
     VllmFlag("max-parallel-loading-workers", "weights are read in the order of the checkpoint's files"),
-    VllmFlag(
-        "limit-mm-per-prompt",
-        "images, videos and audio are not served; leave it out, or set every limit to 0",
-        pattern="[^1-9]*",
-    ),
     VllmFlag("reasoning-config", "the reasoning parser knows the marks around the reasoning"),
     VllmFlag("chat-template-content-format", "a template gets texts, or parts if it renders only these"),
     VllmFlag(
@@ -245,9 +229,8 @@ RARE_WITHOUT_EFFECT = (
     VllmFlag("attention-config", _OWN_KERNELS, short="-ac"),
     *(VllmFlag(name, _OWN_KERNELS) for name in _KERNEL_CHOICES),
     *(VllmFlag(name, _OWN_KERNELS, True) for name in _KERNEL_SWITCHES),
-    VllmFlag("allowed-media-domains", _TEXT_ONLY, is_list=True),
-    *(VllmFlag(name, _TEXT_ONLY) for name in _MEDIA),
-    *(VllmFlag(name, _TEXT_ONLY, True) for name in _MEDIA_SWITCHES),
+    *(VllmFlag(name, _ONE_WAY) for name in _MEDIA),
+    *(VllmFlag(name, _ONE_WAY, True) for name in _MEDIA_SWITCHES),
     *(VllmFlag(name, _NO_MAMBA) for name in _MAMBA),
     *(VllmFlag(name, _NO_MAMBA, True) for name in _MAMBA_SWITCHES),
     *(VllmFlag(name, _NO_COHERE) for name in ("cohere-format", "cohere-is-reasoning-model")),
@@ -348,9 +331,8 @@ RARE_REFUSED = (
         for name in ("numa-bind-cpus", "numa-bind-nodes")
     ),
     VllmFlag("enable-prompt-embeds", "prompts are texts or token ids", True),
-    VllmFlag("enable-mm-embeds", _TEXT_ONLY, True),
-    VllmFlag("mm-encoder-only", _TEXT_ONLY, True),
-    VllmFlag("trust-request-mm-kwargs", _TEXT_ONLY, True),
+    VllmFlag("enable-mm-embeds", "images are sent as pictures, not as embeddings", True),
+    VllmFlag("mm-encoder-only", "an engine serves the whole model, not its encoder alone", True),
     VllmFlag("default-mm-loras", _NO_LORA),
     *(VllmFlag(name, _NO_LORA) for name in ("lora-dtype", "max-lora-cls-labels")),
     VllmFlag("lora-target-modules", _NO_LORA, is_list=True),
@@ -451,7 +433,7 @@ OF_SERVERS = frozenset(
         ),
         *("data-parallel-supervisor-port", "dp-supervisor-probe-interval-s"),
         *("dp-supervisor-probe-timeout-s", "dp-supervisor-probe-failure-threshold"),
-        *("trust-request-mm-kwargs", "enable-per-request-metrics", "fingerprint-mode", "fingerprint-value"),
+        *("enable-per-request-metrics", "fingerprint-mode", "fingerprint-value"),
         *("sse-keep-alive-interval", "tool-strict-level", "anthropic-disabled-thinking-effort"),
         *(
             "enable-offline-docs",

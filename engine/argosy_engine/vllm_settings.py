@@ -87,8 +87,6 @@ def engine_args_of(**fields: Any) -> EngineArgs:
             if value and str(value) not in neutral:
                 raise ConfigError(f"{field} is not supported: {flag.reason}")
         elif (flag := without_effect.get(name)) is not None:
-            if not flag.asks_for_nothing(value):
-                raise ConfigError(f"{field}={value!r:.64} is not supported: {flag.reason}")
             if value:
                 notices.append(f"{field} has no effect: {flag.reason}")
         else:

@@ -47,6 +47,8 @@ COMPANIONS: Final = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",
 )
 """Files next to config.json that are fetched if they exist."""

@@ -31,7 +31,7 @@ def _flags() -> Iterator[dict[str, Any]]:
             if not field.flag.is_hidden:
                 yield _flag(field)
     for vllm in WITHOUT_EFFECT:
-        yield _vllm_flag(vllm) | ({"pattern": vllm.pattern, "asked": vllm.reason} if vllm.pattern else {})
+        yield _vllm_flag(vllm)
     for vllm in REFUSED:
         yield {**_vllm_flag(vllm), "refused": vllm.reason, "neutral": list(vllm.neutral)}
 

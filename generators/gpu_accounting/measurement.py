@@ -26,7 +26,7 @@ from argosy_engine.layers.linear_method import linear_method
 from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
-from argosy_engine.model_configs.quantization_config import FP8_BLOCK, INTEGER_BITS
+from argosy_engine.model_configs.quantization_config import FP8_BLOCK, HEAD_BITS, INTEGER_BITS
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import plan_weights
@@ -340,8 +340,9 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape, quanti
             element = 1.0 if is_fp8 else 4.0 if name.endswith(("_scale", "_scale_inv")) else 2.0
             if name.endswith(("_blocks", "_scales")):
                 element = 1.0
-            if quantization is not None and name.endswith("_proj.weight"):
-                element = INTEGER_BITS[quantization] / 8 + 2 / 128
+            if quantization is not None and name.endswith(("_proj.weight", "lm_head.weight")):
+                bits = HEAD_BITS if name.endswith("lm_head.weight") else INTEGER_BITS[quantization]
+                element = bits / 8 + 2 / 128
             weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)
     kv = 0
     for layer in config.attention_layers:

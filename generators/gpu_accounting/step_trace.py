@@ -63,13 +63,14 @@ class StepTrace(TorchDispatchMode):
         self.seq_lens: Sequence[int] = ()
         """Tokens of each request after the step, which attention's traffic depends on."""
         self._runtime = runtime
-        self._launches: list[Launch] = []
+        self.launches: list[Launch] = []
+        """Of our kernels, in the last recording."""
         self._num_seen = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         with recorded_launches() as launches, self:
-            self._launches, self._num_seen = launches, 0
+            self.launches, self._num_seen = launches, 0
             yield
             self._note_launches()
 
@@ -123,7 +124,7 @@ class StepTrace(TorchDispatchMode):
         )
 
     def _note_launches(self) -> None:
-        for launch in self._launches[self._num_seen :]:
+        for launch in self.launches[self._num_seen :]:
             shapes = tuple(
                 (key, tuple(value.shape) if isinstance(value, torch.Tensor) else value)
                 for key, value in launch.arguments.items()
@@ -132,7 +133,7 @@ class StepTrace(TorchDispatchMode):
             self.operations.append(
                 Operation(self.phase, "launch", launch.name, (launch.grid, shapes), num_bytes)
             )
-        self._num_seen = len(self._launches)
+        self._num_seen = len(self.launches)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

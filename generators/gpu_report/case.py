@@ -1,4 +1,4 @@
-"""Case: one use of a kernel whose launches are compiled and reported."""
+"""Case: one use of a kernel, or of all that a step of a model needs, whose launches are compiled and reported."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Case:
     """Creates the arguments and calls the host function; runs under FakeTensorMode, device traits and recording."""
     is_sampled: bool = False
     """Whether `make test` compiles it too."""
+    is_step: bool = False
+    """Whether `call` is of many kernels, does all that by itself and returns the launches."""
 
 
 Cases = Callable[[DeviceTraits], Iterator[Case]]

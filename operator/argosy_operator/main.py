@@ -114,9 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"argosy operator: {error}", file=sys.stderr)
         return EXIT_CONFIG
     return_freed_memory()
-    ShortCollections().install()
     try:
-        return asyncio.run(run(config, health_port=args.health_port))
+        with ShortCollections():
+            return asyncio.run(run(config, health_port=args.health_port))
     except OperatorError as error:
         print(f"argosy operator: {error}", file=sys.stderr)
         return EXIT_CLUSTER

@@ -241,10 +241,6 @@ class EngineFlag(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_size: bool = False
     """Whether a whole number may have one of the suffixes k, m, g, K, M, G."""
     is_repeatable: bool = False
-    pattern: str = ""
-    """Of the values of a text that the engine takes; any other asks for what it does not do..."""
-    asked: str = ""
-    """... with this reason."""
     refused: str = ""
     """Why the engine refuses it, if it does."""
     neutral: tuple[str, ...] = ()
@@ -347,8 +343,7 @@ def _value_problem(flag: EngineFlag, value: str) -> str:
     if flag.kind == "json":
         return "" if _is_json(value) else f"--{flag.name} is not JSON: {value[:64]!r}"
     if flag.kind == "text":
-        is_taken = not flag.pattern or re.fullmatch(flag.pattern, value) is not None
-        return "" if is_taken else f"--{flag.name}={value[:64]} is not supported: {flag.asked}"
+        return ""
     number = _number(flag, value)
     low, above, high, below = flag.ge, flag.gt, flag.le, flag.lt
     if (
@@ -515,12 +510,9 @@ def _value_rules() -> Iterable[ArgumentRule]:
     """One for each kind of values. Patterns of several flags' names and values together would cost too much."""
     kinds: dict[str, list[str]] = {}
     choices: dict[tuple[str, ...], list[str]] = {}
-    asking: list[EngineFlag] = []
     for flag in settable_flags():
         if flag.choices:
             choices.setdefault(flag.choices, []).append(flag.name)
-        elif flag.pattern:
-            asking.append(flag)
         else:
             kinds.setdefault("size" if flag.is_size else flag.kind, []).append(flag.name)
     switches = kinds.pop("switch")
@@ -544,14 +536,6 @@ def _value_rules() -> Iterable[ArgumentRule]:
             allowed=f"^[^=]*={_any_of(values)}$",
             value_may_follow=True,
             message=f"{', '.join(f'--{name}' for name in names)} must be one of {', '.join(values)}",
-        )
-    for flag in asking:
-        yield ArgumentRule(
-            matching=(FORM, _names([flag.name])),
-            allowed=f"^[^=]*={flag.pattern}$",
-            value_may_follow=True,
-            message=f"--{flag.name} asks for what the engine does not do: {flag.asked}",
-            named=f"%s is not supported: {flag.asked}",
         )
 
 

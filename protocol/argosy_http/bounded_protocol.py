@@ -35,6 +35,7 @@ from argosy_protocol.errors import (
     Unavailable,
 )
 from argosy_protocol.program.http_upgrade import Head, UpgradeIgnoringParser
+from argosy_protocol.program.listen import has_unsent
 
 _CONNECTION = "argosy.client_connection"
 
@@ -119,8 +120,11 @@ class LingeringTransport:
     broken pipe instead of the 413. So our side is closed first, and input is read and discarded for a bounded time and
     number of bytes (RFC 9112, 9.6). It has the methods of a transport that uvicorn's protocol uses.
 
+    TLS ends both sides at once: it delivers what is written and then its end, discards input meanwhile, and waits for
+    the client's end. A client that has all of it and does not end its side is cut after the same time.
+
     Args:
-        seconds, max_bytes: limits on the input that is discarded.
+        seconds, max_bytes: limits on the input that is discarded; of TLS on the time alone.
         stall_s: how long a closed connection may take to deliver what is written.
         is_owed: whether the client is still sending, asked when the connection is to be closed.
     """
@@ -167,10 +171,7 @@ class LingeringTransport:
         if self._is_owed():
             self.linger()
         elif not self.is_closing():
-            self._is_closing = True
-            self._transport.close()
-            if self._transport.get_write_buffer_size():
-                self._timer = self._loop.call_later(self._stall_s, self._end)
+            self._close()
 
     def abort(self) -> None:
         """Close at once, without delivering what is written."""
@@ -181,10 +182,10 @@ class LingeringTransport:
         """Close our side, and the connection a moment later."""
         if self.is_closing():
             return
-        self._is_closing = True
-        if not self._transport.can_write_eof():  # TLS, which ends both sides at once
-            self._transport.close()
+        if not self._transport.can_write_eof():  # TLS
+            self._close()
             return
+        self._is_closing = True
         self._transport.write_eof()
         self.resume_reading()
         self._timer = self._loop.call_later(self._seconds, self._end)
@@ -201,6 +202,26 @@ class LingeringTransport:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _close(self) -> None:
+        self._is_closing = True
+        self._transport.close()
+        if not self._transport.can_write_eof():  # TLS, whose own deadline is for clients that read slowly
+            self._timer = self._loop.call_later(self._seconds, self._cut_delivered)
+        elif self._transport.get_write_buffer_size():
+            self._timer = self._loop.call_later(self._stall_s, self._end)
+
+    def _cut_delivered(self, was_sent: bool = False) -> None:
+        """Cut the connection once the client has all that was written.
+
+        Nothing is on the way now, nor a few turns of the event loop ago: after a standstill of the loop TLS may have
+        something left to hand on.
+        """
+        is_sent = not has_unsent(self._transport)
+        if is_sent and was_sent:
+            self.abort()
+        else:
+            self._timer = self._loop.call_later(GRACE_S, self._cut_delivered, is_sent)
 
     def _end(self) -> None:
         self.lost()
@@ -269,6 +290,16 @@ async def _send_until_close(
 ) -> None:
     """Send a message of a response whose body ends with the connection: each piece is as long as it is to be."""
     cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
+
+
+async def _send_to_who_may_wait(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
+    """Send a message of a response to a client that waits for `100 Continue`. If it was not told to continue, nobody
+    knows whether its body will follow (RFC 9110, 10.1.1): the connection is closed after the response."""
+    if cycle.waiting_for_100_continue and cycle.more_body and not cycle.body:
+        cycle.keep_alive = False
     await send(message)
 
 
@@ -438,6 +469,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # It knows no chunks (RFC 9112, 6.1); the connection is closed after the response.
             self.cycle.chunked_encoding = False
             self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+            self.cycle.waiting_for_100_continue = False  # which it does not know either (RFC 9110, 10.1.1)
+        elif self.cycle.waiting_for_100_continue:
+            self.cycle.send = partial(_send_to_who_may_wait, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         offer_client_connection(self.scope, self.cycle)
         self._is_in_head = False
         self._is_in_body = True
@@ -677,7 +711,7 @@ class ConnectionLimit(BoundedProtocol):
             if transport.get_extra_info("sslcontext") is None:
                 transport.close()
             else:
-                transport.abort()  # TLS waits half a minute for the client's part of the end
+                transport.abort()  # TLS waits for the client's part of the end
             return
         self._linger_on(transport)
         self._hang_up()

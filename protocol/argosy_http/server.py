@@ -19,6 +19,8 @@ from typing import cast
 
 import uvicorn
 
+from argosy_http.bounded_protocol import BoundedProtocol, HttpLimits
+
 logger = logging.getLogger("argosy.http")
 
 _RETRY_S = 1.0
@@ -36,7 +38,8 @@ class TlsAcceptor:
         create_protocol: makes the protocol of a connection whose handshake is done.
         connections: those that count beside the ones in their handshake.
         max_connections: limit on both together.
-        handshake_timeout_s: limit on one handshake.
+        limits: of a connection. A handshake has the time of a head, and the end of TLS that of an answer that is not
+            read.
     """
 
     def __init__(
@@ -46,14 +49,14 @@ class TlsAcceptor:
         create_protocol: Callable[[], asyncio.Protocol],
         connections: Collection[object],
         max_connections: int,
-        handshake_timeout_s: float,
+        limits: HttpLimits,
     ) -> None:
         self.sockets = listeners
         self._context = context
         self._create_protocol = create_protocol
         self._connections = connections
         self._max_connections = max_connections
-        self._handshake_timeout_s = handshake_timeout_s
+        self._limits = limits
         self._handshakes: dict[asyncio.Task[None], None] = {}
         """Unfinished ones, oldest first."""
         self._accepting = [asyncio.create_task(self._accept(listener)) for listener in listeners]
@@ -101,7 +104,8 @@ class TlsAcceptor:
             self._create_protocol,
             connection,
             ssl=self._context(),
-            ssl_handshake_timeout=self._handshake_timeout_s,
+            ssl_handshake_timeout=self._limits.header_timeout_s,
+            ssl_shutdown_timeout=self._limits.write_stall_s,
         )
 
     def _end(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
@@ -159,20 +163,15 @@ class EmbeddedServer(uvicorn.Server):
         context: Callable[[], ssl.SSLContext],
         connections: Collection[object],
         max_connections: int,
-        handshake_timeout_s: float,
     ) -> None:
         """Do for HTTPS what uvicorn's `startup` does without a bound on handshakes. Arguments: see `TlsAcceptor`."""
         await self.lifespan.startup()
+        protocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)
 
-        def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = self.config.http_protocol_class(
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )  # type: ignore[call-arg]
-            return made
+        def made() -> asyncio.Protocol:
+            return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        acceptor = TlsAcceptor(
-            listeners, context, protocol, connections, max_connections, handshake_timeout_s
-        )
+        acceptor = TlsAcceptor(listeners, context, made, connections, max_connections, protocol.limits)
         self.servers = [cast("asyncio.Server", acceptor)]
         self.started = True
         self.listening.set()

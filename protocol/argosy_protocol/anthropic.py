@@ -11,7 +11,7 @@ as if the client had sent that chat to /v1/chat/completions.
     --------                                            ----
     system, and system messages before all others       a message of the role system
     later system messages                               text of the user, or of the last tool result
-    text of a user's turn                               a message of the role user
+    text and images of a user's turn                    a message of the role user
     tool_result                                         a message of the role tool, before the turn's text
     text, thinking and tool_use of an assistant's turn  content, reasoning and tool_calls of one message
     a final assistant's turn                            continue_final_message
@@ -24,8 +24,8 @@ of the user: most templates take a system message at the beginning only, and one
 prompt from its first token on, and so leave nothing of it in the cache.
 
 What no model here reads is left out, and counted (`skipped_content`): blocks of Anthropic's own tools, and tools that
-only its servers run or only its models know. Images, and documents that are no text, leave a note. That is so in the
-newest message as well, since agents join a message that was refused with the next one.
+only its servers run or only its models know. Documents that are no text leave a note, and images do where the model
+sees none. That is so in the newest message as well, since agents join a message that was refused with the next one.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from argosy_protocol.skipped_content import (
     RAWS,
     Skipped,
     can_decode,
+    image_part,
     only_type,
 )
 
@@ -76,6 +77,8 @@ MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 """Last event of a stream."""
 
 _Id = Annotated[str, Meta(max_length=256)]
+_Part = str | dict[str, Any]
+"""A text, or a chat's part with an image."""
 
 
 class ContentBlock(Struct, kw_only=True, omit_defaults=True):
@@ -530,11 +533,12 @@ def _add_user(messages: list[ChatMessage], turn: _Turn, skipped: Skipped) -> Non
     If all its text was of the role system, it belongs to the last result: templates drop the reasoning before a message
     of the user, and here the user said nothing.
     """
-    texts, results, has_user = [], [], False
+    texts: list[_Part] = []
+    results, has_user = [], False
     for number, index, block in turn.blocks:
         if block.type == "tool_result":
             results.append((block, number, index))
-        elif (said := _block_texts(block, skipped)) is not None:
+        elif (said := _block_parts(block, skipped)) is not None:
             texts += said
             has_user = has_user or (bool(said) and number not in turn.notes)
         else:
@@ -547,29 +551,30 @@ def _add_user(messages: list[ChatMessage], turn: _Turn, skipped: Skipped) -> Non
 
 
 def _tool_result(
-    block: ContentBlock, number: int, index: int, notes: list[str], skipped: Skipped
+    block: ContentBlock, number: int, index: int, notes: Sequence[_Part], skipped: Skipped
 ) -> ChatMessage:
     where = _path(number, index)
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
-    texts = _result_texts(block.content, f"{where}.content", skipped)
+    texts = _result_parts(block.content, f"{where}.content", skipped)
     if block.is_error:
-        texts[0] = f"Error: {texts[0]}" if texts[0] else "Error"
+        first = texts[0]
+        texts[:1] = [f"Error: {first}" if first else "Error"] if isinstance(first, str) else ["Error", first]
     return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_content([*texts, *notes]))
 
 
-def _result_texts(content: Any, where: str, skipped: Skipped) -> list[str]:
-    """Return the texts of a tool's result, at least one: agents send it back whatever it is."""
+def _result_parts(content: Any, where: str, skipped: Skipped) -> list[_Part]:
+    """Return the texts and images of a tool's result, at least one: agents send it back whatever it is."""
     if not isinstance(content, list):
         return ["" if content is None else content if isinstance(content, str) else _json(content)]
     if len(content) > MAX_BLOCKS:
         raise BadRequest(f"{where} must be a text or at most {MAX_BLOCKS} content blocks", param=where)
-    texts = []
+    texts: list[_Part] = []
     for part in content:
         block = skipped.read(part, ContentBlock, OTHER)
         if block is None:
             continue
-        said = _block_texts(block, skipped)
+        said = _block_parts(block, skipped)
         if said is None:
             skipped.add(block.type)
         else:
@@ -577,14 +582,17 @@ def _result_texts(content: Any, where: str, skipped: Skipped) -> list[str]:
     return texts or [""]
 
 
-def _block_texts(block: ContentBlock, skipped: Skipped) -> list[str] | None:
+def _block_parts(block: ContentBlock, skipped: Skipped) -> Sequence[_Part] | None:
     """Return what a block of the user or of a tool says; nothing if it is skipped, None if it does not belong there."""
     match block.type:
         case "text" if block.text is not None:
             return [block.text]
         case "image":
-            skipped.add("image")
-            return [IMAGE_NOTE]
+            url = _image_url(block.source)
+            if url is None:  # such as a file of Anthropic's servers
+                skipped.add("image")
+                return [IMAGE_NOTE]
+            return [image_part(url, or_note=True)]
         case "document":
             return _document_texts(block, skipped)
         case "search_result":
@@ -598,6 +606,17 @@ def _block_texts(block: ContentBlock, skipped: Skipped) -> list[str] | None:
         case kind:
             skipped.add(kind)
             return []
+
+
+def _image_url(source: Any) -> str | None:
+    """Return the URL of an image; None if it is elsewhere."""
+    if not isinstance(source, dict):
+        return None
+    kind, url = source.get("type"), source.get("url")
+    media_type, data = source.get("media_type"), source.get("data")
+    if kind == "base64" and isinstance(media_type, str) and isinstance(data, str):
+        return f"data:{media_type};base64,{data}"
+    return url if kind == "url" and isinstance(url, str) else None
 
 
 def _document_texts(block: ContentBlock, skipped: Skipped) -> list[str]:
@@ -653,11 +672,13 @@ def _tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _content(texts: list[str]) -> str | list[dict[str, Any]]:
+def _content(parts: Sequence[_Part]) -> str | list[dict[str, Any]]:
     """Return one text as it is: clients write most messages as a list of one block."""
-    if len(texts) <= 1:
-        return texts[0] if texts else ""
-    return [{"type": "text", "text": text} for text in texts]
+    if not parts:
+        return ""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _path(number: int, index: int) -> str:

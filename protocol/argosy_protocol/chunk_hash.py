@@ -32,6 +32,7 @@ import msgspec
 import xxhash
 
 from argosy_protocol.openai import BatchChatCompletionRequest, ChatCompletionRequest, CompletionRequest
+from argosy_protocol.skipped_content import OR_NOTE
 
 
 class SegmentKind(IntEnum):
@@ -88,8 +89,9 @@ def _chat_segments(request: ChatCompletionRequest) -> list[Segment]:
     template_arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         template_arguments["reasoning_effort"] = request.reasoning_effort
-    if request.chat_template is not None:
-        template_arguments["chat_template"] = request.chat_template
+    for field in ("chat_template", "mm_processor_kwargs", "media_io_kwargs"):
+        if (value := getattr(request, field)) is not None:
+            template_arguments[field] = value
     if template_arguments:
         add((SegmentKind.TEMPLATE, _encoder.encode(template_arguments)))
     for message in request.messages:
@@ -120,6 +122,8 @@ def _part_segment(part: Mapping[str, Any]) -> Segment:
     text = part.get("text")
     if part.get("type") == "text" and isinstance(text, str):
         return (SegmentKind.TEXT, text.encode("utf-8", "surrogatepass"))
+    if OR_NOTE in part:  # which depends on what comes after it
+        part = {name: value for name, value in part.items() if name != OR_NOTE}
     return (SegmentKind.DIGEST, xxhash.xxh3_128_digest(_encoder.encode(part)))
 
 

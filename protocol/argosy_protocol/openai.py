@@ -289,6 +289,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True)
     top_logprobs: LogprobCount | None = None
     chat_template: Annotated[str, Meta(max_length=MAX_CHAT_TEMPLATE)] | None = None
     """vLLM's field: the template of this request, for engines that trust their clients."""
+    mm_processor_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    """vLLM's field: arguments for the model's image processor, for engines that trust their clients."""
+    media_io_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
+    """vLLM's field: the colour behind the transparent pixels of images."""
     return_prompt_text: bool | None = None
     """vLLM's field: the answer, or the first chunk of a stream, has the rendered prompt as `prompt_text`."""
     # See `unsupported`.

@@ -25,9 +25,10 @@ hashed, routed and answered as if the client had sent that chat to /v1/chat/comp
 Items of earlier responses come resolved (`response_history`).
 
 What no model here reads is skipped, and counted (`skipped_content`): items of other servers, reasoning that is
-encrypted, and in history also parts. Only in the newest message of the user an image, a file or an unknown part is
-refused, since its client can still send something else. Tools also come in items of the input, as agents add some in
-the middle of a conversation; those are history, so what cannot be read of them is skipped too.
+encrypted, and in history also parts. Images of messages and of tools' outputs go to the renderer, which leaves a note
+of those in history if the model sees none. Only in the newest message of the user an image for such a model, a file or
+an unknown part is refused, since its client can still send something else. Tools also come in items of the input, as
+agents add some in the middle of a conversation; those are history, so what cannot be read of them is skipped too.
 
 Invariant: no two functions have the same name, and a name is the same in each request that has the same tools in the
 same order.
@@ -54,7 +55,7 @@ from argosy_protocol.responses import (
     ResponsesRequest,
     ResponseTool,
 )
-from argosy_protocol.skipped_content import IMAGE_NOTE, RESPONSES_KINDS, Skipped
+from argosy_protocol.skipped_content import IMAGE_NOTE, RESPONSES_KINDS, Skipped, image_part
 
 CUSTOM_ARGUMENT: Final = "input"
 """The only argument of a function that stands for a custom tool."""
@@ -596,9 +597,10 @@ class _Conversation:
         """Add what a tool has returned, as far as it is text: agents send it back whatever it is."""
         output = item.output
         if isinstance(output, list):
-            texts = self._texts(self._readable(output[:MAX_PARTS], item.kind))
+            parts = self._readable(output[:MAX_PARTS], item.kind)
+            made = [self._part(part, "", False) for part in parts]
             self._skipped.add(item.kind, len(output[MAX_PARTS:]))
-            self._add_result(item.call_id or item.id, _joined([_text(text) for text in texts]))
+            self._add_result(item.call_id or item.id, _joined([part for part in made if part is not None]))
         else:
             text = output if isinstance(output, str) else "" if output is None else _json(output)
             self._add_result(item.call_id or item.id, text)
@@ -621,14 +623,14 @@ class _Conversation:
 
     def _texts(self, parts: Iterable[ResponseContentPart]) -> list[str]:
         """Return the texts of parts, with a note in place of each that is none."""
-        made = (self._part(part, "", False) for part in parts)
+        made = (self._text_part(part) for part in parts)
         return [part["text"] for part in made if part is not None]
 
     def _part(self, part: ResponseContentPart, where: str, is_newest: bool) -> dict[str, Any] | None:
         """Return a part as chats have it; None if it is skipped.
 
         Args:
-            is_newest: an image is passed on, whose renderer says whether the model reads it.
+            is_newest: an image is refused by a renderer whose model sees none, and leaves no note.
 
         Raises:
             BadRequest: it is in the newest message, and no text.
@@ -636,14 +638,20 @@ class _Conversation:
         text = part.refusal if part.type == "refusal" else part.text
         if part.type in TEXT_PARTS and text is not None:
             return _text(text)
+        if part.type == "input_image" and part.image_url is not None:
+            return image_part(part.image_url, part.detail, or_note=not is_newest)
         if is_newest:
-            if part.type == "input_image" and part.image_url is not None:
-                image = {"url": part.image_url} | ({"detail": part.detail} if part.detail else {})
-                return {"type": "image_url", "image_url": image}
             if part.type in TEXT_PARTS:
                 where = f"{where}.{'refusal' if part.type == 'refusal' else 'text'}"
                 raise BadRequest(f"{where} is required", param=where)
             raise BadRequest(f"{where}: content of type {part.type!r} is not supported here", param=where)
+        return self._text_part(part)
+
+    def _text_part(self, part: ResponseContentPart) -> dict[str, Any] | None:
+        """Return a part's text, or a note in place of what is none; None if it is skipped."""
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type in TEXT_PARTS and text is not None:
+            return _text(text)
         self._skipped.add(part.type)
         note = _NOTES.get(part.type)
         return None if note is None else _text(note)

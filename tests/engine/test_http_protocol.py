@@ -124,6 +124,56 @@ async def test_only_http11_gets_a_body_in_chunks(version: bytes) -> None:
     assert body == (b"onetwo" if version == b"1.0" else b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
 
 
+WAITS = HEAD + b"expect: 100-continue\r\ncontent-length: 50\r\n\r\n"
+"""A client that sends its body of 50 bytes when it is told to continue, or after a second or so without an answer."""
+NEXT = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answer before anything of the body is read."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_a_request_that_is_refused_before_its_body_does_not_swallow_the_next_one() -> None:
+    """Nobody knows whether what follows the answer is that body, or another request."""
+    async with connection(application=refuse) as (reader, writer):
+        writer.write(WAITS)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert b"\r\nconnection: close\r\n" in head
+        writer.write(NEXT)
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("body", [b"content-length: 0\r\n\r\n", b"content-length: 2\r\n\r\n{}", b"\r\n"])
+async def test_a_request_whose_body_is_there_keeps_its_connection_though_it_is_refused(body: bytes) -> None:
+    async with connection(application=refuse) as (reader, writer):
+        for _ in range(2):
+            writer.write(HEAD + b"expect: 100-continue\r\n" + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 401 ")
+            assert b"connection" not in head
+
+
+async def test_a_request_that_may_continue_keeps_its_connection() -> None:
+    async with connection() as (reader, writer):
+        for _ in range(2):
+            writer.write(WAITS)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"x" * 50)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"connection" not in head
+            assert await reader.readexactly(2) == b"50"
+
+
+async def test_http10_is_not_told_to_continue() -> None:
+    async with connection() as (reader, writer):
+        writer.write(WAITS.replace(b"/1.1", b"/1.0") + b"x" * 50)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"
 """What Java's HTTP client sends with a request until a server has answered."""
 

@@ -16,7 +16,7 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.linear_method import linear_method
 from argosy_engine.layers.products import quantized_weight
-from argosy_engine.model_configs.quantization_config import INTEGER_BITS
+from argosy_engine.model_configs.quantization_config import HEAD_BITS, INTEGER_BITS
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
 from argosy_engine.native.library import PackedLinear, kernels
@@ -70,8 +70,12 @@ def test_tokens_are_those_of_the_widened_weights(
 
 @torch.no_grad()
 def widen_weights(model: torch.nn.Module, bits: int) -> int:
-    """Round the weights that the engine quantises; returns their number."""
+    """Round the weights that the engine quantises; returns their number. A tied head becomes one of its own."""
     count = 0
+    head = quantized_weight(model.lm_head.weight, HEAD_BITS)
+    if head is not None:
+        model.lm_head.weight = torch.nn.Parameter(head.widened(torch.float32))
+        count += 1
     for name, weight in model.named_parameters():
         if weight.ndim < 2 or re.search(r"embed|lm_head|(mlp\.gate|router)\.weight|bias", name):
             continue

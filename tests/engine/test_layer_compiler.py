@@ -63,7 +63,7 @@ def outputs(model: CausalLM, num_tokens: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "functions"),
-    [("llama", 2), ("gemma3", 2), ("qwen3-moe", 1), ("gpt2", 2), ("opt", 2)],
+    [("llama", 2), ("gemma", 2), ("gemma3", 2), ("qwen3-moe", 1), ("gpt2", 2), ("opt", 2)],
 )
 def test_each_part_is_compiled_for_one_and_for_many_tokens(kind: str, functions: int, tmp_path: Path) -> None:
     compiler = LayerCompiler(traced)

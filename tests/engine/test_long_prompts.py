@@ -78,7 +78,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
 ) -> None:
     threads: list[threading.Thread] = []
 
-    def prompt(request: object) -> object:
+    def prompt(request: object, images: object = None) -> object:
         threads.append(threading.current_thread())
         raise InvalidRequest("enough seen")
 

@@ -49,8 +49,13 @@ def test_greedy_tokens_are_those_of_transformers(
     assert found.cached_tokens
 
 
-def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
-    reference = write_checkpoint("deepseek_v3", tmp_path)
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("deepseek_v3", {}), ("hy_v3", {"num_nextn_predict_layers": 1})]
+)
+def test_layers_that_predict_further_tokens_are_not_loaded(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = write_checkpoint(model_type, tmp_path, **fields)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
     last, more = reference.config.num_hidden_layers, torch.ones(8, 8)
@@ -73,6 +78,7 @@ _EDITED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ["full_attention"] * 4}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": _KINDS}),
     ("exaone4", {"sliding_window": None}, {"sliding_window": ..., "layer_types": ...}),
+    ("gemma", {}, {"hidden_act": "gelu", "hidden_activation": "silu"}),
     ("glm4", {"head_dim": 20}, {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
     ("llama4_text", {}, {"layer_types": ..., "no_rope_layers": []}),
     ("llama4_text", {}, {"moe_layers": ..., "interleave_moe_layer_step": 1, "tie_word_embeddings": ...}),
@@ -116,6 +122,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("cohere", {"hidden_act": "gelu"}),
         ("cohere", {"logit_scale": -0.5}),
         ("cohere2", {"logit_scale": -0.5}),
+        ("gemma", {"hidden_act": "silu"}),
         ("gemma4_text", {"hidden_activation": "silu"}),
         ("gemma4_text", {"vocab_size_per_layer_input": 320}),
         ("glm4v", {"hidden_act": "gelu"}),
@@ -126,6 +133,7 @@ def test_all_layers_of_a_text_part_of_mistral_have_the_window(tmp_path: Path) ->
         ("llava", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral3", {"hidden_act": "gelu"}),
         ("qwen3_vl_moe", {"moe_intermediate_size": 32}),
+        ("stablelm", {"qk_layernorm": True}),
         ("starcoder2", {"hidden_act": "silu"}),
     ],
 )
@@ -224,11 +232,62 @@ def raw_config(model_type: str, **fields: Any) -> dict[str, Any]:
     return {**small_config(model_type).to_dict(), "architectures": [architecture], **fields}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "size"),
+    [
+        ("bamba", "mamba_expand", "hidden_size"),
+        ("deepseek_v3", "n_shared_experts", "moe_intermediate_size"),
+        ("dots1", "n_shared_experts", "moe_intermediate_size"),
+        ("ernie4_5_moe", "moe_num_shared_experts", "moe_intermediate_size"),
+        ("falcon_h1", "mamba_expand", "hidden_size"),
+        ("glm4_moe", "n_shared_experts", "moe_intermediate_size"),
+        ("granitemoehybrid", "mamba_expand", "hidden_size"),
+        ("hy_v3", "num_shared_experts", "moe_intermediate_size"),
+        ("solar_open", "n_shared_experts", "moe_intermediate_size"),
+    ],
+)
+def test_a_text_is_not_repeated(model_type: str, name: str, size: str) -> None:
+    """Until the memory is full."""
+    raw = raw_config(model_type, **{name: "many", size: 1 << 50, "mamba_d_ssm": None})
+    with pytest.raises(ConfigError, match="'many' is not a number"):
+        parse_config(raw, {}, {}, "argosy")
+
+
+@pytest.mark.parametrize(
+    ("positions", "fields"),
+    [
+        ("many", {"rope_type": "linear"}),
+        (512, {"rope_type": "yarn", "original_max_position_embeddings": "many"}),
+    ],
+)
+def test_a_context_that_is_a_text_is_not_repeated(positions: Any, fields: dict[str, Any]) -> None:
+    rope = {**fields, "factor": 1 << 50}
+    with pytest.raises(ConfigError, match="'many' is not a number"):
+        parse_config(raw_config("llama", max_position_embeddings=positions, rope_parameters=rope), {}, {})
+
+
+def test_the_activation_of_gemma_is_ours_by_its_older_name_and_without_one() -> None:
+    raw = raw_config("gemma")
+    expected = parse_config(raw, {}, {}, "argosy")
+    for fields in ({"hidden_act": "gelu"}, {"hidden_activation": "silu"}):  # the latter is Gemma 2's
+        assert parse_config({**raw, **fields}, {}, {}, "argosy") == expected
+    assert (
+        parse_config({name: raw[name] for name in raw if name != "hidden_act"}, {}, {}, "argosy") == expected
+    )
+
+
 @pytest.mark.parametrize("name", ["n_group", "topk_group"])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_zero_groups_of_experts_are_refused(model_type: str, name: str) -> None:
     with pytest.raises(ConfigError, match=">= 1"):
         parse_config(raw_config(model_type, **{name: 0}), {}, {})
+
+
+@pytest.mark.parametrize("kinds", [["dense", "sparse", "sparse"], ["dense", "sparse", "sparse", "moe"]])
+@pytest.mark.parametrize("model_type", ["glm4_moe_lite", "hy_v3"])
+def test_types_of_mlps_that_no_model_has_are_refused(model_type: str, kinds: list[str]) -> None:
+    with pytest.raises(ConfigError, match="mlp_layer_types must be dense or sparse for each of 4 layers"):
+        parse_config(raw_config(model_type, mlp_layer_types=kinds), {}, {}, "argosy")
 
 
 @pytest.mark.parametrize("value", [False, None, 0])
@@ -273,12 +332,17 @@ def test_a_head_that_is_not_what_is_rotated_is_refused(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "alias"), [("deepseek_v2", "num_experts"), ("deepseek_v3", "num_local_experts")]
+    ("model_type", "name", "alias"),
+    [
+        ("deepseek_v2", "n_routed_experts", "num_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+        ("hy_v3", "num_experts", "num_local_experts"),
+    ],
 )
-def test_experts_may_be_counted_by_another_name(model_type: str, alias: str) -> None:
+def test_experts_may_be_counted_by_another_name(model_type: str, name: str, alias: str) -> None:
     """That of the config class' attribute map, which wins where both are given."""
     raw = raw_config(model_type)
-    named = {name: value for name, value in raw.items() if name != "n_routed_experts"}
+    named = {each: value for each, value in raw.items() if each != name}
     assert parse_config({**named, alias: 8}, {}, {}) == parse_config(raw, {}, {})
     assert parse_config({**raw, alias: 16}, {}, {}).num_routed_experts == 16
 
@@ -334,6 +398,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("deepseek_v3", {**GROUPS, **EXPANDED}, False),
     ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2}, True),
     ("ernie4_5", {"use_bias": True}, False),
+    ("gemma", {"attention_bias": True}, False),
     ("gemma4_text", {**DENSE, "attention_bias": True}, False),
     ("gemma4_text", EXPERTS, False),
     ("gemma4_text", EXPERTS, True),
@@ -345,6 +410,8 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("granitemoe", MULTIPLIERS, False),
     ("granitemoe", MULTIPLIERS, True),
     ("helium", {"attention_bias": True, "mlp_bias": True}, False),
+    ("hy_v3", {"attention_bias": True, "mlp_bias": True}, False),
+    ("hy_v3", {"num_shared_experts": 2}, True),
     ("llama4_text", {"moe_layers": [0, 3], "attention_bias": True}, False),
     ("llama4_text", {"num_experts_per_tok": 1, "use_qk_norm": False}, True),
     ("minimax_m2", {"rotary_dim": 12}, False),
@@ -358,6 +425,7 @@ _DIVIDED: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen3_vl_moe", {"mlp_only_layers": [1]}, True),
     ("solar_open", {**GROUPS, "attention_bias": True}, False),
     ("solar_open", {"n_shared_experts": 2}, True),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}, False),
     ("starcoder2", {}, False),
 ]
 """Model types, fields of their configs, and whether experts stay whole."""
@@ -408,7 +476,7 @@ def test_a_missing_field_means_what_it_means_to_transformers(model_type: str) ->
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "solar_open"]
+    "model_type", ["deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2", "solar_open"]
 )
 def test_routers_compute_in_float32_where_those_of_transformers_do(model_type: str, tmp_path: Path) -> None:
     """Of bfloat16's logits near each other another one may be the largest."""

@@ -35,6 +35,9 @@ TEMPLATES = {
     "{% endfor %}</function>\n</tool_call>",
     "glm45": "<tool_call>{{ call.function.name }}\n{% for key, value in call.function.arguments.items() %}"
     "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>",
+    "hy_v3": "<tool_calls>\n<tool_call>{{ call.function.name }}<tool_sep>\n"
+    "{% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>\n"
+    "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>\n</tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
     "{{ call.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' "
@@ -115,6 +118,8 @@ def test_a_family_is_chosen_by_its_template_and_reads_what_that_renders(family: 
         ("[func_name1(", {"model_type": "llama"}, "pythonic", "qwen3"),
         ("<think>", {"model_type": "kimi_k2"}, "kimi_k2", "qwen3"),
         ("<think><arg_key><arg_value>", {}, "glm45", "glm45"),
+        ("<think><tool_sep><arg_key><arg_value>", {}, "hy_v3", "hy_v3"),
+        (None, {"model_type": "hy_v3"}, "hy_v3", "qwen3"),
         ("[THINK][TOOL_CALLS]", {}, "mistral", "mistral"),
         ("<|channel|><|message|>", {}, "openai", "openai_gptoss"),
         ("<|channel>thought<channel|><|tool_call>call:", {"model_type": "gemma4"}, "gemma4", "gemma4"),
@@ -162,6 +167,11 @@ def test_parsers_are_chosen_by_template_and_config(
             "{{ '<|tool|>' + tools + '<|/tool|>' }}",
             {},
             r"tool calls hermes \(the chat template .* \(phi4_mini_json\): .*--tool-parser-plugin .*\), reasoning none",
+        ),
+        (
+            "{{ tools }}{{ '<tool_calls{}><tool_sep{}>'.format(':opensource') }}",
+            {},
+            r"tool calls hermes \(the chat template .* \(hy_v3 of Hy3, .*\): .*-plugin .*\), reasoning none",
         ),
         ("{{ tools }}", {"tool_call_parser": "lfm2"}, "tool calls lfm2, reasoning none"),
         ("{{ messages }}", {}, "tool calls hermes, reasoning none"),

@@ -114,6 +114,21 @@ def test_grammars_of_running_requests_are_bounded_and_a_tenant_has_its_share() -
     assert held.admit("huge", "a", spec("huge"), 1000), "one alone may be of any size"
 
 
+def test_who_holds_a_grammar_no_longer_is_not_charged_for_it() -> None:
+    held = HeldGrammars(max_waiting_bytes=1000, max_bytes=100)
+    for name, tenant in [("a", "a"), ("b", "b"), ("c", "c")]:
+        assert held.admit(name, tenant, spec("shared"), 60)
+        held.start(name)
+    assert [held.all.bytes.held_by(tenant) for tenant in "abc"] == [60, 0, 0], "equal ones count once"
+    held.release("b")
+    held.release("a")
+    assert [held.all.bytes.held_by(tenant) for tenant in "abc"] == [0, 0, 60]
+    assert held.admit("own", "a", spec("own"), 30), "it holds nothing but this"
+    assert not held.admit("more", "c", spec("more"), 10), "it holds more than its share"
+    held.release("c")
+    assert held.all.bytes.total == 30
+
+
 @given(
     st.lists(
         st.tuples(
@@ -131,8 +146,8 @@ def test_the_bytes_are_those_of_the_grammars_held(events: list[tuple[str, int, i
     for number, (event, choice, size, urgency) in enumerate(events):
         request_id, text = str(choice), str(choice)
         if event == "admit":
-            tenant, size = str(choice % 3), sizes.setdefault(text, size)
-            if queued.admit(str(number), tenant, spec(text), size, urgency):
+            size = sizes.setdefault(text, size)
+            if queued.admit(str(number), str(number % 3), spec(text), size, urgency):
                 held[str(number)] = text
             else:
                 waiting.add(str(number))
@@ -154,6 +169,12 @@ def test_the_bytes_are_those_of_the_grammars_held(events: list[tuple[str, int, i
         of_waiting = {text for each, text in held.items() if each not in running}
         assert queued.waiting.bytes.total == sum(sizes[text] for text in of_waiting) <= 100
         assert queued.all.bytes.total == sum(sizes[text] for text in set(held.values())) <= 150
+        for shares, ids in ((queued.waiting.bytes, held.keys() - running), (queued.all.bytes, held.keys())):
+            charged = [shares.held_by(str(tenant)) for tenant in range(3)]
+            assert sum(charged) == shares.total
+            for tenant, num_bytes in enumerate(charged):
+                own = {held[each] for each in ids if int(each) % 3 == tenant}
+                assert num_bytes <= sum(sizes[text] for text in own), "others hold the rest"
     for request_id in list(held):
         queued.release(request_id)
     if waiting:

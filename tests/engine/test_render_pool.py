@@ -215,7 +215,7 @@ async def test_the_core_s_requests_are_made_where_the_prompt_is_rendered(endpoin
         threads.append(threading.get_ident())
         raise Made
 
-    def render(request: Any) -> list[str]:
+    def render(request: Any, images: object = None) -> list[str]:
         threads.append(threading.get_ident())
         return ["prompt"]
 
@@ -326,7 +326,7 @@ def test_reasoning_longer_than_the_context_is_accepted_if_the_template_drops_it(
     ]
     request = decode_request("chat/completions", json.dumps({"messages": messages}).encode())
     renderer.template = SimpleNamespace(  # type: ignore[assignment]
-        render=lambda *_: "Hi Yes Go", has_thinking=False
+        render=lambda *_, **__: "Hi Yes Go", has_thinking=False
     )
     assert renderer.render_chat(request).token_ids  # type: ignore[arg-type]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -25,11 +25,13 @@ from argosy_engine.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    MediaTensor,
     ModelRunnerOutput,
+    MultimodalFeature,
     SchedulerOutput,
 )
 from argosy_engine.params import SamplingParams
-from fake_worker import FakeWorker, next_token
+from fake_worker import FakeWorker, next_token, seen
 
 BLOCK = 4
 MAX_MODEL_LEN = 40
@@ -70,6 +72,20 @@ def expected_output(prompt: list[int], max_tokens: int, capacity: int) -> tuple[
             return tokens[len(prompt) :], FinishReason.STOP
         if len(tokens) >= MAX_MODEL_LEN or len(tokens) - len(prompt) >= max_tokens:
             return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+def features_of(num_tokens: int, pictures: Sequence[tuple[str, int, int]]) -> list[MultimodalFeature]:
+    """Return pictures with gaps before them, as far as a prompt has room: (name, gap, length) of each. Names of unlike
+    length are unlike pictures."""
+    found: list[MultimodalFeature] = []
+    end = 0
+    for name, gap, length in pictures:
+        offset, end = end + gap, end + gap + length
+        if end > num_tokens:
+            break
+        pixels = {"pixel_values": MediaTensor("uint8", (1,), b"x")}
+        found.append(MultimodalFeature("image", f"{name}{length}", offset, length, length, inputs=pixels))
+    return found
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -165,6 +181,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_blocked=st.booleans(),
         copies=st.sampled_from([1, 1, 3]),
         call=st.sampled_from(["", "", "a", "b"]),
+        pictures=st.lists(
+            st.tuples(st.sampled_from("pqr"), st.integers(0, 9), st.integers(1, 8)), max_size=3
+        ),
+        are_whole=st.booleans(),
     )
     def add(
         self,
@@ -175,20 +195,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_blocked: bool,
         copies: int,
         call: str,
+        pictures: list[tuple[str, int, int]],
+        are_whole: bool,
     ) -> None:
         call_id = f"{call}{priority}" if call else ""
+        features = [] if self.scheduler.pipeline_parallel_size > 1 else features_of(len(prompt), pictures)
         for _ in range(copies):
             name, self.count = str(self.count), self.count + 1
             params = SamplingParams(max_tokens=max_tokens)
             message = EngineCoreRequest(
-                name, prompt, params, 0.0, cache_salt=salt, priority=priority, call_id=call_id
+                name,
+                prompt,
+                params,
+                0.0,
+                cache_salt=salt,
+                priority=priority,
+                call_id=call_id,
+                mm_features=features,
             )
             request = Request(message, BLOCK, self.scheduler.kv.enable_prefix_caching)
+            if are_whole and self.budget >= 8:
+                request.whole_spans = [(each.offset, each.offset + each.length) for each in features]
             if is_blocked:
                 request.status = RequestStatus.WAITING_FOR_GRAMMAR
                 self.blocked.add(name)
             self.scheduler.add(request)
-            self.expected[name] = expected_output(prompt, max_tokens, self.capacity)
+            self.expected[name] = expected_output(seen(prompt, features), max_tokens, self.capacity)
 
     def _pick(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.expected)))
@@ -254,6 +286,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens <= self.budget
         assert len(self.scheduler.running) <= self.max_num_seqs
         assert not self.blocked & set(step.num_scheduled_tokens)
+        for request in self.scheduler.running:
+            done = request.num_computed_tokens
+            assert not any(first < done < end for first, end in request.whole_spans), "a picture in two steps"
         if self.scheduler.requests.keys() - self.blocked:
             assert step.num_scheduled_tokens or self.results or self.scheduler.has_work, "a livelock"
         self.results.append((step, self.worker.execute(step)))
@@ -303,6 +338,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.queued_uncached_tokens == 0
         self.worker.execute(self.scheduler.schedule())
         assert not self.worker.rows, "worker slots leak"
+        cache = self.scheduler.encoder_cache
+        assert all(each in cache for each in self.worker.encoded), (
+            "the worker holds more than the core knows of"
+        )
+        assert cache.has_room(cache.capacity), "somebody holds outputs"
 
 
 TestScheduler = SchedulerMachine.TestCase

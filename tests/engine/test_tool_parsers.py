@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Set
 from random import Random
 from typing import Any
@@ -99,6 +100,7 @@ GLM_OSLO = (
     "<tool_call>book\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>nights</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>"
 )
+HY_OSLO = GLM_OSLO.replace("book", "book<tool_sep>")
 KIMI_OSLO = (
     "<|tool_call_begin|>functions.book:0<|tool_call_argument_begin|>"
     '{"city": "Oslo", "nights": 2}<|tool_call_end|>'
@@ -237,6 +239,12 @@ OUTPUTS: list[tuple[str, str, Parsed]] = [
     ("qwen3_coder", "<tool_call>\n<function=now>", Parsed("", "<tool_call>\n<function=now>")),
     ("glm45", f"\n<think>Hm.</think>\nBooking.\n{GLM_OSLO}\n", Parsed("Hm.", "Booking.", (OSLO,))),
     ("glm45", "<tool_call>now</tool_call><tool_call>now\n</tool_call>", Parsed("", "", (NOW, NOW))),
+    (
+        "hy_v3",
+        f"<think>Hm.</think>\nBooking.\n<tool_calls>\n{HY_OSLO}\n<tool_call>now<tool_sep></tool_call>\n</tool_calls>",
+        Parsed("Hm.", "Booking.", (OSLO, NOW)),
+    ),
+    ("hy_v3", "Write <tool_call>name<tool_sep>.", Parsed("", "Write <tool_call>name<tool_sep>.")),
     ("glm45", "<tool_call>no <b></tool_call>", Parsed("", "<tool_call>no <b></tool_call>")),
     ("glm45", "Write <tool_call>name</tool_call>.", Parsed("", "Write <tool_call>name</tool_call>.")),
     (
@@ -782,7 +790,9 @@ def test_arguments_in_json_follow_the_text(family: str, text: str, written: str)
     assert shown == written
 
 
-@pytest.mark.parametrize(("family", "text"), [("qwen3_coder", QWEN_OSLO), ("glm45", GLM_OSLO)])
+@pytest.mark.parametrize(
+    ("family", "text"), [("qwen3_coder", QWEN_OSLO), ("glm45", GLM_OSLO), ("hy_v3", HY_OSLO)]
+)
 def test_arguments_in_plain_text_follow_once_each_is_complete(family: str, text: str) -> None:
     parser = new_parser(family)
     parts = [parser.feed(char) for char in text]
@@ -819,6 +829,20 @@ def test_a_call_that_turns_out_malformed_keeps_what_was_read(
 ) -> None:
     parsed = parse(new_parser(family), cut(text, cuts))
     assert parsed == Parsed("", content, (ParsedCall("f", arguments),))
+
+
+@pytest.mark.parametrize(("family", "text"), [("glm45", GLM_OSLO), ("hy_v3", HY_OSLO)])
+def test_marks_that_may_be_special_tokens_are_kept_in_the_text(family: str, text: str) -> None:
+    assert {*re.findall(r"</?[a-z_]+>", text)} <= {*TOOL_PARSERS[family].markers()}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("glm45", GLM_OSLO), ("hy_v3", f"<tool_calls>\n{HY_OSLO}\n</tool_calls>")]
+)
+def test_required_calls_have_the_form_of_the_templates(family: str, text: str) -> None:
+    form, (arguments,) = TOOL_PARSERS[family].call_form, re.findall(r"<arg_key>.*</arg_value>", text, re.S)
+    begin = form.begin.replace("{name}", "book")
+    assert f"{form.first}{begin}{arguments}{form.end}{form.last}" == text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

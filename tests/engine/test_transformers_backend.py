@@ -92,6 +92,26 @@ def test_step_sizes_of_prompts_have_no_lower_bound(model_type: str, tmp_path: Pa
     assert served(reference, tmp_path, model_impl="transformers")[:2] == ("served", "")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3_moe", {}),
+        ("hy_v3", {}),
+        ("phimoe", {"intermediate_size": 37}),
+        ("gpt_oss", {"intermediate_size": 50}),  # weights that are transposed, of even rows
+    ],
+)
+def test_experts_of_sizes_that_torch_s_grouped_product_does_not_take(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """With its default transformers fails."""
+    reference = write_checkpoint(model_type, tmp_path, **{"moe_intermediate_size": 37, **fields})
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        reference(torch.arange(3, 40).unsqueeze(0))
+    reference.set_experts_implementation("eager")  # type: ignore[operator]
+    assert served(reference, tmp_path, model_impl="transformers")[:2] == ("served", "")
+
+
 @pytest.mark.parametrize("limit", [[0.5, math.inf], [0.0, 0.5]])
 def test_step_sizes_that_decodes_do_not_bound_are_refused(limit: list[float], tmp_path: Path) -> None:
     write_checkpoint("falcon_h1", tmp_path, time_step_limit=limit)
@@ -228,7 +248,7 @@ def test_a_scan_that_begins_without_a_state_is_found_though_rounding_hides_it(
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_used(tmp_path: Path) -> None:
-    reference = write_checkpoint("gemma", tmp_path)
+    reference = write_checkpoint("vaultgemma", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,8 @@ import pytest
 
 from argosy_engine.api import doctor
 from argosy_engine.api.serve import build_parser, parse_args
+from argosy_engine.model_configs.vision_config import VisionSpec
+from argosy_engine.resolved_config import MediaConfig
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 KSERVE = "/mnt/models --served-model-name qwen2-7b --port 8000"
@@ -421,30 +423,56 @@ def test_a_file_of_flags_takes_those_of_vllm(tmp_path: Path, capsys: pytest.Capt
     assert "--swap-space has no effect" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [
-    ["--limit-mm-per-prompt", '{"image": 2}'], ["--limit-mm-per-prompt", "image=4,video=0"],
-    ["--limit-mm-per-prompt.video", "1"], ["--limit-mm-per-prompt", '{"video": {"count": 1}}'],
+@pytest.mark.parametrize(("flags", "told"), [
+    (["--limit-mm-per-prompt", "image=4,video=0"], "--limit-mm-per-prompt is not JSON"),
+    (["--limit-mm-per-prompt", '{"image": -1}'], "image must be a whole number from 0 to 4096"),
+    (["--limit-mm-per-prompt", '{"image": true}'], "image must be a whole number from 0 to 4096"),
+    (["--limit-mm-per-prompt.picture", "1"], "there is no 'picture', but image, video and audio"),
+    (["--media-io-kwargs", '{"image": {"rgba_background_color": [0, 0, 256]}}'], "three whole numbers from 0 to 255"),
+    (["--media-io-kwargs", '{"image": {"num_frames": 3}}'], "there is no 'num_frames' of images"),
+    (["--media-io-kwargs", '{"image": 3}'], "must have an object for image"),
+    (["--allowed-local-media-path", "/no/such/directory"], "is no directory of this machine"),
+    (["--allowed-media-domains", "https://example.com"], "--allowed-media-domains"),
 ])  # fmt: skip
-def test_media_that_are_asked_for_are_refused_by_name(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
+def test_flags_for_images_are_checked(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_args(["builtin://tiny", *flags])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("argosy serve: --limit-mm-per-prompt ")
-    assert "images, videos and audio are not served; leave it out, or set every limit to 0" in told
+    assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [
-    ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--limit-mm-per-prompt.image=0"], ["--language-model-only"],
-    ["--allowed-media-domains", "example.com"], ["--allowed-local-media-path", "/media"],
-])  # fmt: skip
-def test_flags_that_ask_for_no_media_are_accepted(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    parse_args(["builtin://tiny", *flags])
-    assert "has no effect" in capsys.readouterr().err
+def test_flags_for_images_are_vllms(tmp_path: Path) -> None:
+    vision = VisionSpec(fields='{"model_type": "llava"}', image_token_id=3)
+
+    def media(*flags: str) -> MediaConfig:
+        return parse_args(["builtin://tiny", *flags])[1].media_config(vision)
+
+    found = media(
+        *(
+            "--limit-mm-per-prompt",
+            '{"image": {"count": 2, "width": 640}, "video": 1}',
+            "--mm-processor-cache-gb=2",
+        ),
+        *(
+            "--mm-processor-kwargs.max_pixels",
+            "5000",
+            "--media-io-kwargs.image.rgba_background_color",
+            "[0,0,0]",
+        ),
+        *("--allowed-media-domains", "example.com", "[2001:db8::1]:80", "--trust-request-mm-kwargs"),
+        *("--allowed-local-media-path", str(tmp_path)),
+    )
+    assert found == MediaConfig(
+        vision=vision, max_images=2, cache_bytes=2 << 30, processor_kwargs={"max_pixels": 5000},
+        background=(0, 0, 0), allowed_domains=("example.com", "[2001:db8::1]:80"), trusts_request_kwargs=True,
+        allowed_path=str(tmp_path),
+    )  # fmt: skip
+    assert found.model_type == "llava"
+    for flags in (["--language-model-only"], ["--limit-mm-per-prompt.image=0"]):
+        assert media(*flags).vision is None
+        assert media(*flags).why_blind == flags[0].partition(".")[0]
 
 
 def test_keys_behind_a_dot_are_json() -> None:

@@ -105,7 +105,7 @@ DENSE = sorted([*ATTENTION, *GEMMS, "activation_and_mul", "rms_norm", "rms_norm"
 EXPERTS = ["route", "sort_by_expert", "gate_up_experts", "down_experts", "sum_experts"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-yarn", "qwen2-window", "gemma3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-yarn", "qwen2-window", "gemma3", "gemma2", "gemma"])
 def test_a_dense_layer_takes_ten_launches(name, tmp_path):
     names = [each.replace("addmm", "mm") for each in per_layer(name, tmp_path)]
     assert sorted(names) == sorted(DENSE * 2)

@@ -365,21 +365,27 @@ async def test_of_a_service_that_was_deleted_during_its_turn_nothing_is_kept(
     mark = {"name": "MARK", "value": "deleted"}
     names = await services(cluster, 4, engine={"env": [mark]})
     cluster.broken_images.add("bad:2")
+
+    def kept() -> list[Object]:
+        gc.collect()
+        services = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
+        return [
+            each for each in services if "status" in each and mark in each["spec"]["engine"].get("env", ())
+        ]
+
+    def holders(held: list[Object]) -> list[Any]:
+        gc.unfreeze()  # what is frozen is no referrer
+        return [each for each in gc.get_referrers(*held) if each is not held]
+
     async with upgraded(cluster, "bad:2") as operator:
         await pass_time(cluster, 10)
         assert with_image(cluster, names, "bad:2")
+        assert kept(), "they are seen while they are held"
         for name in names:
             cluster.remove((INFERENCE_SERVICES, "team", name))
         await operator.settle()
-        gc.collect()
-        services_kept = [each for each in gc.get_objects() if type(each) is dict and each.get("kind") == KIND]
-        kept = [
-            each
-            for each in services_kept
-            if "status" in each and mark in each["spec"]["engine"].get("env", ())
-        ]
-        del services_kept
-        assert not kept, f"held by {[gc.get_referrers(*gc.get_referrers(each)) for each in kept]}"[:4000]
+        left = kept()
+        assert not left, f"held by {holders(left)}"[:4000]
 
 
 @pytest.mark.parametrize("is_written", [True, False])

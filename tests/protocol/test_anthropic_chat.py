@@ -21,7 +21,7 @@ from argosy_protocol.anthropic import (
 from argosy_protocol.chunk_hash import prompt_segments
 from argosy_protocol.errors import BadRequest, ContextLengthExceeded
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
-from argosy_protocol.skipped_content import MESSAGES_KINDS, Skipped
+from argosy_protocol.skipped_content import MESSAGES_KINDS, Skipped, num_noted_images
 from case_tables import wrong_answers
 
 HI = {"role": "user", "content": "hi"}
@@ -61,6 +61,9 @@ RESULT_MESSAGE = {"role": "tool", "tool_call_id": "c1", "content": "r"}
 F = {"name": "f", "input_schema": SCHEMA}
 WEB_SEARCH = {"name": "web_search", "type": "web_search_20250305", "max_uses": 3}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+SEEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}, "or_note": True}
+LINKED = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
+OF_FILE = {"type": "image", "source": {"type": "file", "file_id": "f"}}
 NO_IMAGE = "[image that the model does not get]"
 NO_DOCUMENT = "[document that the model does not get]"
 SEARCHED = [
@@ -120,11 +123,24 @@ MESSAGES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
         [HI, assistant(CALL), user({"type": "tool_result", "tool_use_id": "c1"})],
         [HI, CALLING, {**RESULT_MESSAGE, "content": ""}],
     ),
-    ("an image", [user(block("a"), IMAGE)], [user(block("a"), block(NO_IMAGE))]),
+    ("an image", [user(block("a"), IMAGE)], [user(block("a"), SEEN)]),
+    ("an image alone", [user(IMAGE)], [user(SEEN)]),
+    (
+        "an image by its URL",
+        [user(LINKED, block("a"))],
+        [user({**SEEN, "image_url": {"url": "https://a.b/c.png"}}, block("a"))],
+    ),
+    ("an image that is elsewhere", [user(block("a"), OF_FILE)], [user(block("a"), block(NO_IMAGE))]),
+    ("an image without a source", [user(block("a"), {"type": "image"})], [user(block("a"), block(NO_IMAGE))]),
+    (
+        "an error with an image",
+        [HI, assistant(CALL), user({**RESULT, "content": [IMAGE], "is_error": True})],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": [block("Error"), SEEN]}],
+    ),
     (
         "a result with an image",
         resulting(block("r"), IMAGE),
-        [HI, CALLING, {**RESULT_MESSAGE, "content": [block("r"), block(NO_IMAGE)]}],
+        [HI, CALLING, {**RESULT_MESSAGE, "content": [block("r"), SEEN]}],
     ),
     (
         "a result with tools that a search has found",
@@ -393,7 +409,7 @@ def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
         "messages": [
             HI,
             assistant(*SEARCHED, {"type": "x"}),
-            *resulting(IMAGE, document(), {"type": "y"}, 5),
+            *resulting(IMAGE, OF_FILE, document(), {"type": "y"}, 5),
         ],
         "tools": [*tools, {"type": "new_20300101", "name": "n"}],
         "tool_choice": {"type": "auto"},
@@ -404,6 +420,7 @@ def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
         "server_tool_use": 1, "web_search_tool_result": 1, "image": 1, "document": 1, "other": 3,
     }  # fmt: skip
     assert skipped.dropped_tools == "mcp_toolset, other, tool_search_tool_regex, web_search"
+    assert num_noted_images(chat.messages) == 1
 
 
 def test_blocks_that_cannot_be_read_are_bounded() -> None:

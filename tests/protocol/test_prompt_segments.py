@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from argosy_protocol.chunk_hash import Segment, SegmentKind, prompt_segments
-from argosy_protocol.openai import decode_request
+from argosy_protocol.openai import ChatCompletionRequest, ChatMessage, decode_request
 
 
 def view(**fields: object) -> list[Segment]:
@@ -59,3 +59,13 @@ def test_calls_and_refusals_of_older_models_are_part_of_the_prompt() -> None:
     assert (role[0], segment[0], json.loads(segment[1])) == (SegmentKind.ROLE, SegmentKind.TOOL_CALLS, call)
     refused = view(messages=[{"role": "assistant", "content": None, "refusal": "No."}])
     assert refused == view(messages=[{"role": "assistant", "content": "No."}])
+
+
+def test_the_digest_of_an_image_does_not_change_once_it_is_history() -> None:
+    """A Responses request translates an image of its newest message otherwise than one that was answered."""
+    parts = [{"type": "image_url", "image_url": {"url": "x"}} | fields for fields in ({}, {"or_note": True})]
+    first, later = (
+        prompt_segments(ChatCompletionRequest(messages=[ChatMessage(role="user", content=[part])]))
+        for part in parts
+    )
+    assert first == later

@@ -15,6 +15,7 @@ from argosy_protocol.errors import BadRequest
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.responses import READ_ITEMS, ResponseItem, decode_responses_request
 from argosy_protocol.responses_chat import name_responses_field, responses_as_chat, translated_response
+from argosy_protocol.skipped_content import num_noted_images
 from case_tables import wrong_answers
 
 HI = {"role": "user", "content": "hi"}
@@ -29,7 +30,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "r"}
 CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c1", "name": "exec", "input": 'say "hi"'}
 SHELL = {"type": "exec", "command": ["ls"], "env": {}}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
-NO_IMAGE = "[image that the model does not get]"
+SEEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}, "or_note": True}
 THOUGHT = {
     "type": "reasoning",
     "id": "rs",
@@ -182,7 +183,7 @@ ITEMS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
                 ],
             },
         ],
-        [HI, called("exec", '{"input": "say \\"hi\\""}'), {**RESULT, "content": texts("a", NO_IMAGE)}],
+        [HI, called("exec", '{"input": "say \\"hi\\""}'), {**RESULT, "content": [*texts("a"), SEEN]}],
     ),
     (
         "a call in a namespace",
@@ -237,12 +238,12 @@ ITEMS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
     (
         "an image that was answered",
         [{"role": "user", "content": [*PARTS, IMAGE, {"type": "shiny"}]}, said("a"), HI],
-        [{"role": "user", "content": texts("hi", NO_IMAGE)}, {"role": "assistant", "content": "a"}, HI],
+        [{"role": "user", "content": [*texts("hi"), SEEN]}, {"role": "assistant", "content": "a"}, HI],
     ),
     (
         "an image that the user has given up",
         [{"role": "user", "content": [IMAGE]}, HI],
-        [{"role": "user", "content": NO_IMAGE}, HI],
+        [{"role": "user", "content": [SEEN]}, HI],
     ),
     *[
         (f"of another server: {kind}", [HI, {"type": kind, "id": "x"}, said("a"), HI], [HI, ANSWERED, HI])
@@ -438,10 +439,10 @@ def test_what_is_skipped_is_counted_by_a_few_kinds() -> None:
         HI,
     ]
     body = json.dumps({"model": "m", "input": items, "tools": [{"type": "web_search"}, {"type": "q"}]})
-    skipped = translated_response(decode_responses_request(body.encode())).skipped
-    assert skipped.content == {
-        "web_search_call": 2, "compaction": 1, "other": 3, "reasoning": 1, "input_image": 1,
-    }  # fmt: skip
+    made = translated_response(decode_responses_request(body.encode()))
+    skipped = made.skipped
+    assert skipped.content == {"web_search_call": 2, "compaction": 1, "other": 3, "reasoning": 1}
+    assert num_noted_images(made.chat.messages) == 1
     assert skipped.tools == {"web_search": 1, "other": 1}
     assert skipped.dropped_tools == "other, web_search"
 

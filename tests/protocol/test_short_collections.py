@@ -15,7 +15,8 @@ class Node:
 gc.disable()
 gc.collect()
 seconds = itertools.count()  # each collection takes one
-ShortCollections({clock}).install()
+short = ShortCollections({clock})
+short.__enter__()
 kept = Node()
 kept.itself, dead = kept, weakref.ref(kept)
 gc.collect(1)
@@ -30,6 +31,10 @@ gc.collect()
 assert gc.get_freeze_count() == 0
 gc.collect()
 print(dead() is None, gc.get_freeze_count() > 1000)
+short.__exit__()
+gc.unfreeze()
+gc.collect()
+assert gc.get_freeze_count() == 0, "it follows no more"
 """
 
 

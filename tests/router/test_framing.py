@@ -337,6 +337,24 @@ async def test_expect_continue() -> None:
         assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
 
 
+async def test_http10_is_not_told_to_continue() -> None:
+    async with rig([FakeEngine()]) as r, raw(r.router) as (reader, writer):
+        writer.write(HEAD.replace(b"1.1", b"1.0") + TYPE + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        await until(lambda: any(each.is_busy for each in r.router.server.connections))
+        writer.write(BODY)
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_a_request_that_is_refused_before_its_body_does_not_swallow_the_next_one() -> None:
+    async with rig([FakeEngine()], api_keys=("k",)) as r, raw(r.router) as (reader, writer):
+        writer.write(HEAD + HOST + TYPE + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert b"connection: close\r\n" in head
+        writer.write(GOOD)
+        assert b"HTTP/1.1" not in await reader.read()
+
+
 async def test_http10_gets_a_plain_body_and_a_close() -> None:
     body = json.dumps(chat(stream=True)).encode()
     async with rig([FakeEngine()]) as r:

@@ -24,7 +24,7 @@ from argosy_router.http.upstream import ConnectFailed, ConnectionPool, fetch
 from argosy_router.main import EXIT_USAGE, main
 
 from .fake_engine import Connection, FakeEngine, Received, event
-from .harness import DEADLINE_S, Rig, chat, read_all, rig
+from .harness import DEADLINE_S, Rig, StoppedClock, chat, read_all, rig
 from .raw_requests import request_bytes, stop_reading
 
 
@@ -223,6 +223,55 @@ async def test_what_a_client_does_not_read_counts_though_tls_has_taken_it(
         await r.until(lambda: memory.held == 0)
 
 
+async def test_a_client_that_reads_slowly_gets_all_of_its_last_answer(
+    authority: Callable[[str], Authority],
+) -> None:
+    """TLS has taken what the client has not read; the end of TLS must not be the end of that."""
+    ca, text = authority("ca"), b"x" * 40_000
+    certificate, key = ca.issue("router")
+
+    async def answer(connection: Connection, _: Received) -> None:
+        connection.answer(200, b'{"x":"%b"}' % text)
+
+    fields = {"ssl_certfile": certificate, "ssl_keyfile": key, "server": ServerLimits(linger_s=0.001)}
+    async with rig([FakeEngine(script=answer)], clock=StoppedClock(), **fields) as r:
+        reader, writer = await asyncio.open_connection(*r.router.address, ssl=trusting(ca))
+        try:
+            await r.until(lambda: len(r.router.server.connections) == 1)
+            (connection,) = r.router.server.connections
+            stop_reading(r, writer)
+            writer.write(request_bytes().replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
+            await r.until(connection.transport.is_closing)
+            for _ in range(4):
+                await r.pass_time(1.0)
+            widen(writer)
+            writer.transport.resume_reading()
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.read()).endswith(text + b'"}')
+        finally:
+            writer.transport.abort()
+
+
+async def test_a_connection_ends_although_its_client_does_not_end_it(
+    authority: Callable[[str], Authority],
+) -> None:
+    ca = authority("ca")
+    certificate, key = ca.issue("router")
+
+    def refused(address: tuple[str, int]) -> ssl.SSLSocket:
+        plain = socket.create_connection(address, timeout=DEADLINE_S)
+        secured = trusting(ca).wrap_socket(plain, server_hostname="127.0.0.1")
+        secured.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert secured.recv(13) == b"HTTP/1.1 400 "
+        return secured
+
+    async with rig([FakeEngine()], clock=StoppedClock(), ssl_certfile=certificate, ssl_keyfile=key) as r:
+        with await asyncio.to_thread(refused, r.router.address):
+            async with asyncio.timeout(DEADLINE_S):
+                while r.router.server.connections:
+                    await r.pass_time(r.router.config.server.linger_s)
+
+
 async def test_a_renewed_certificate_is_used_and_cuts_nothing(authority: Callable[[str], Authority]) -> None:
     ca = authority("ca")
     certificate, key = ca.issue("first", into="router")
@@ -319,7 +368,7 @@ async def test_a_handshake_with_the_admin_port_has_a_deadline(
     authority: Callable[[str], Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the minute that asyncio gives by default."""
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.1)
     certificate, key = authority("ca").issue("router")
     async with rig([FakeEngine()], ssl_certfile=certificate, ssl_keyfile=key, admin_port=0) as r:
         url = httpx.URL(r.router.admin_url)

@@ -18,7 +18,7 @@ from argosy_engine.attention.kv_cache_spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from argosy_engine.messages import BlockIds, ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages import BlockIds, ModelRunnerOutput, MultimodalFeature, SchedulerOutput
 
 VOCAB = 7
 
@@ -40,11 +40,21 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def seen(tokens: Sequence[int], features: Sequence[MultimodalFeature]) -> list[int]:
+    """Return a prompt with other tokens in place of each item's placeholders."""
+    found = list(tokens)
+    for feature in features:
+        for index in range(feature.offset, feature.offset + feature.length):
+            found[index] = 100 + sum(feature.identifier.encode())
+    return found
+
+
 @dataclass
 class Row:
     tokens: list[int]
     blocks: BlockIds
     num_computed: int
+    features: Sequence[MultimodalFeature] = ()
 
 
 class FakeWorker:
@@ -72,6 +82,8 @@ class FakeWorker:
         """Maps (block, offset) to the KV cache group and the prefix it was computed from."""
         self.states: dict[int, tuple[int, ...]] = {}
         """Maps blocks of states to the prefix that they stand for."""
+        self.encoded: set[str] = set()
+        """Identifiers of the items whose encoder output it holds."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_request_ids:
@@ -81,9 +93,18 @@ class FakeWorker:
                 held += added
         for new in step.new_requests:
             assert new.request_id not in self.rows, "scheduled anew without being released"
+            assert not any(feature.inputs for feature in new.mm_features)
             self.rows[new.request_id] = Row(
-                list(new.token_ids), [list(ids) for ids in new.block_ids], new.num_computed_tokens
+                seen(new.token_ids, new.mm_features),
+                [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
+                new.mm_features,
             )
+        self.encoded -= set(step.freed_encoder_outputs)
+        for item in step.encoder_inputs:
+            assert item.identifier not in self.encoded, "encoded again"
+            assert item.inputs
+            self.encoded.add(item.identifier)
         for request_id, token in step.new_token_ids.items():
             self._learn(self.rows[request_id], token)
         self._continue_states(step)
@@ -134,6 +155,12 @@ class FakeWorker:
         row = self.rows[request_id]
         known = row.tokens + drafts
         assert row.num_computed + count <= len(known)
+        for feature in row.features:
+            if (
+                row.num_computed < feature.offset + feature.length
+                and feature.offset < row.num_computed + count
+            ):
+                assert feature.identifier in self.encoded, f"{request_id} reads what was not encoded"
         for group, spec in enumerate(self.specs):
             if isinstance(spec, RecurrentStateSpec):
                 continue

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from transformers_checkpoints import write_checkpoint
 
@@ -53,6 +54,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]},
     "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
     "fp8-block-128": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8-transformers": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "compressed-tensors-block": _compressed(
         "block", {"strategy": "group", "dynamic": True, "group_size": 40}
     ),
@@ -60,19 +62,26 @@ FORMATS: dict[str, dict[str, Any]] = {
 """`quantization_config` by format; `modelopt-file` has hf_quant_config.json instead."""
 
 
-def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None) -> None:
+def quantize_checkpoint(
+    path: Path, form: str, *, kv_scale: float | None = None, skipped: list[str] | None = None
+) -> None:
     """Quantise the linear layers of a checkpoint of one file in place.
 
     config.json gets the description, and a checkpoint beside it in `widened/` holds what the FP8 numbers stand for.
 
     Args:
         kv_scale: stored as the scales of keys and values, if given.
+        skipped: `modules_to_not_convert`, of a form of `fp8`. Of all other layers transformers' rule makes FP8, routers
+            and output head included.
     """
     with safe_open(path / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     stored, widened = dict(tensors), dict(tensors)
     is_per_channel = form.endswith("channel")
-    is_static = form in ("compressed-tensors-tensor", "modelopt", "modelopt-file")
+    is_static = form in ("compressed-tensors-tensor", "modelopt", "modelopt-file", "fp8-transformers")
+    names = ("_scale", "input_scale")
+    if form == "fp8-transformers":
+        names = ("_scale_inv", "activation_scale")
     for name, tensor in tensors.items():
         is_linear = name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or ".in_proj_" in name
         is_linear = is_linear or ".shared_expert_gate" in name or ".per_layer_" in name
@@ -82,6 +91,11 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
         is_linear = (
             is_linear or name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))
         ) and tensor.ndim == 2
+        if skipped is not None:
+            module = name.removesuffix(".weight").replace("language_model.model.", "model.language_model.")
+            module = module[: module.find(".experts.") + 8] if ".experts." in module else module
+            is_linear |= name.endswith((".gate.weight", "lm_head.weight"))
+            is_linear &= should_convert_module(module, skipped)
         if not is_linear:
             continue
         if "-block" in form:
@@ -93,11 +107,11 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
         # Scales in bfloat16, as compressed-tensors has them, are exact in float32.
         scale = (largest / 448).to(torch.bfloat16 if is_per_channel else torch.float32)
         values = (tensor / scale.float()).clamp(-448, 448).to(FP8)
-        stored[name], stored[name + "_scale"] = values, scale
+        stored[name], stored[name + names[0]] = values, scale
         widened[name] = values.float() * scale.float()
         if is_static:
             layer = name.removesuffix("weight")
-            stored[layer + "input_scale"] = torch.tensor(0.02)
+            stored[layer + names[1]] = torch.tensor(0.02)
         if kv_scale is not None and name.endswith(("k_proj.weight", "v_proj.weight")):
             kind = name.removesuffix("_proj.weight")[-1]
             stored[name.removesuffix("weight") + f"{kind}_scale"] = torch.tensor(kv_scale)
@@ -110,7 +124,8 @@ def quantize_checkpoint(path: Path, form: str, *, kv_scale: float | None = None)
         description = {"producer": {"name": "modelopt"}, "quantization": _MODELOPT}
         (path / "hf_quant_config.json").write_text(json.dumps(description))
     else:
-        (path / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[form]}))
+        description = FORMATS[form] | ({} if skipped is None else {"modules_to_not_convert": skipped})
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": description}))
 
 
 def in_blocks(

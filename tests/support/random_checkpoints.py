@@ -248,6 +248,12 @@ KINDS = {
         },
         ({"sliding_window": 25}, {"query_pre_attn_scalar": 32}, {"final_logit_softcapping": None}),
     ),
+    "gemma": Kind(  # with fields that the family does not know
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+        ({"rms_norm_eps": 0.5},),
+    ),
     "gemma2": Kind(
         "Gemma2Config",
         "Gemma2ForCausalLM",

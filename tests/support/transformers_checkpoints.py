@@ -115,6 +115,16 @@ _SMALL_PART: dict[str, Any] = {
     "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "head_dim": 16,
 }  # fmt: skip
 """Values of fields of what is beside the text part."""
+_OWN_PART: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"hidden_size": 64},  # that of the text part
+    "llama4": {"intermediate_size": 128},  # of four patches
+    "gemma3": {"image_size": 84},
+}
+_PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+_OWN_WRAPPER: dict[str, dict[str, Any]] = {
+    **{name: {"image_grid_pinpoints": _PINPOINTS} for name in ("llava_next", "llava_onevision")},
+    "gemma3": {"mm_tokens_per_image": 9, "tie_word_embeddings": False},  # tied, tokens repeat themselves
+}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}
 _OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
@@ -152,7 +162,7 @@ def small_wrapper_config(model_type: str, text_type: str | None = None, **text: 
         elif part is not None:
             known = part.to_dict()
             fields = {field: value for field, value in _SMALL_PART.items() if known.get(field) is not None}
-            parts[name] = type(part)(**fields)
+            parts[name] = type(part)(**{**fields, **_OWN_PART.get(model_type, {})})
     known = default.to_dict()
     tokens = {
         name: 5 + index
@@ -162,7 +172,7 @@ def small_wrapper_config(model_type: str, text_type: str | None = None, **text: 
     sizes = {
         name: value for name, value in (("hidden_size", 64), ("vocab_size", VOCAB_SIZE)) if name in known
     }
-    return config_class(**parts, **tokens, **sizes)
+    return config_class(**parts, **tokens, **sizes, **_OWN_WRAPPER.get(model_type, {}))
 
 
 def small_config(model_type: str, config_class: Any = None, **own: Any) -> Any:

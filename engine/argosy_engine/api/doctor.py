@@ -53,14 +53,16 @@ from argosy_engine.model_configs.quantization_config import (
 )
 from argosy_engine.model_configs.sharding import Stage, all_stages
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
-from argosy_engine.model_configs.wrapper_config import text_tensors, without_parts
+from argosy_engine.model_configs.wrapper_config import encoder_elements, text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
-from argosy_engine.native.build import has_kernels
+from argosy_engine.native.build import describe_choice, has_kernels
 from argosy_engine.parsers.parser_registry import choose_parsers
 from argosy_engine.resolved_config import MemoryBudget, sampling_defaults
 from argosy_engine.sizing.kv_cache_sizing import (
     CUDA_CONTEXT_BYTES,
+    as_served,
     dummy_elements,
+    encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
     plan_memory,
@@ -112,6 +114,8 @@ class Diagnosis(Struct, kw_only=True):
     weights: str | None = None
     """In which schemes quantised weights are, or which types those of a GGUF file have, what becomes of them at load
     and why, and their size in the files."""
+    kernels: str | None = None
+    """Which CPU kernels compute, and by what they were chosen, if any do."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -164,7 +168,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         FetchFailed: the model's source does not answer.
     """
     with model_headers(args) as path:
-        config = load_model_config(path, args.model_use)
+        config = as_served(args, load_model_config(path, args.model_use))
         sampling_defaults(path, args.request_defaults)
         has_weights = args.load_format != "dummy"
         tokenizer = args.tokenizer_path
@@ -181,6 +185,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
         types = stored_types(path) if has_weights else {}
         is_foreign, stored_bytes = isinstance(config, TransformersConfig), 0
+        num_encoder = 0 if config.vision is None else encoder_elements(elements)
         reason = why_not_ours(path, args.model_use) if is_foreign else None
         if has_weights:
             if not is_foreign:  # whose loader knows other names
@@ -252,11 +257,12 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         parsers=parsers,
         data_parallel_size=args.data_parallel_size,
         weights=weights,
+        kernels=describe_choice() if has_kernels(dtype, device.device) else None,
     )
     try:
         budget = scarcest(
             [
-                _stage_budget(args, config, elements, device, dtype, backend, each)
+                _stage_budget(args, config, elements, num_encoder, device, dtype, backend, each)
                 for each in all_stages(stages)
             ]
         )
@@ -280,6 +286,7 @@ def _stage_budget(
     args: EngineArgs,
     config: ModelConfig,
     elements: Mapping[str, int],
+    num_encoder: int,
     device: DeviceMemory,
     dtype: str,
     backend: BackendChoice,
@@ -289,6 +296,7 @@ def _stage_budget(
 
     Args:
         elements: of each tensor of the checkpoint.
+        num_encoder: elements of the encoder of images, of which every worker has the whole.
 
     Raises:
         DoesNotFit: there is not enough memory.
@@ -320,8 +328,11 @@ def _stage_budget(
             stage,
             args.quantization,
             keeps_integers=not config.widens_fp8 and _packs_integers(device.device, dtype, backend),
-        ),
-        activation_bytes=activations + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
+        )
+        + num_encoder * itemsize,
+        activation_bytes=encoder_cache_bytes(args, config, itemsize)
+        + activations
+        + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )
 
 
@@ -370,6 +381,8 @@ def _render(diagnosis: Diagnosis) -> str:
         lines.append(f"modelling code: transformers', because {diagnosis.modelling_reason}")
     lines += diagnosis.notices
     lines.append(f"attention backend {backend}")
+    if diagnosis.kernels is not None:
+        lines.append(f"CPU kernels {diagnosis.kernels}")
     if diagnosis.tokenizer is not None:
         lines.append(f"tokenizer {diagnosis.tokenizer}")
     if diagnosis.parsers is not None:

@@ -22,6 +22,7 @@ from argosy_engine.frontend.admission import RenderPool, stop_if_abandoned
 from argosy_engine.frontend.async_llm import AsyncLLM, SleepMode
 from argosy_engine.frontend.beam_search import beam_choices
 from argosy_engine.frontend.input_processor import asks_max_tokens, bound_answer, check_generates
+from argosy_engine.frontend.media.processor import ChatImages, has_images
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
@@ -131,8 +132,25 @@ class OpenAIServing:
         more = len(self.names) - _SHOWN_NAMES
         return f"{shown} and {more} more" if more > 0 else shown
 
+    async def images_of(self, request: ChatCompletionRequest, size: int) -> tuple[ChatImages | None, int]:
+        """Load and process the images of a chat, or of a batch; return them, and the bytes of the body without them.
+
+        Args:
+            size: of the request's body, in bytes.
+
+        Raises:
+            ApiError, EngineError: as `MediaProcessor.load`.
+        """
+        if not has_images(request) or (media := self.llm.input_processor.media) is None:
+            return None, size
+        images = await media.load(request, self.tenant, self.llm.renderer.image_roles(request))
+        return images, size if images is None else max(0, size - images.num_url_chars)
+
     async def prepare(
-        self, render: Callable[[_Request], Sequence[TokenizedPrompt]], request: _Request, size: int
+        self,
+        render: Callable[[_Request, ChatImages | None], Sequence[TokenizedPrompt]],
+        request: _Request,
+        size: int,
     ) -> tuple[Sequence[TokenizedPrompt], list[EngineCoreRequest]]:
         """Render a request's prompts and make the core's requests of them, in a thread if the body is large.
 
@@ -146,12 +164,15 @@ class OpenAIServing:
         """
 
         def work(request: _Request) -> tuple[Sequence[TokenizedPrompt], list[EngineCoreRequest]]:
-            prompts = render(request)
+            prompts = render(request, images)
             return prompts, [] if request.use_beam_search else self.core_requests(prompts, request)
 
         if not self._generates:
             check_generates(self.llm.config)  # before a template that such a model may lack
         self.llm.queue_limits.check(request.n or 1)
+        images = None
+        if isinstance(request, ChatCompletionRequest):
+            images, size = await self.images_of(request, size)
         return await self.render_pool.run(size, work, request, self.tenant)
 
     async def prepare_bounded_chat(
@@ -167,8 +188,8 @@ class OpenAIServing:
         if not renderer.bounds_thinking:
             chat.thinking_token_budget = None
 
-        def render(chat: ChatCompletionRequest) -> list[TokenizedPrompt]:
-            prompt = renderer.render_chat(chat)
+        def render(chat: ChatCompletionRequest, images: ChatImages | None) -> list[TokenizedPrompt]:
+            prompt = renderer.render_chat(chat, images)
             if chat.max_tokens is not None:
                 room = renderer.config.max_model_len - len(prompt.token_ids)
                 chat.max_tokens = max(1, min(chat.max_tokens, room))
@@ -187,9 +208,10 @@ class OpenAIServing:
             ApiError, EngineError: see `exchange.to_api_error`.
         """
         self.check_model(chat.model)
+        images, size = await self.images_of(chat, size)
 
         def count(chat: ChatCompletionRequest) -> int:
-            encoded = self.llm.renderer.encode_chat(chat)
+            encoded = self.llm.renderer.encode_chat(chat, images)
             stop_if_abandoned()
             return len(encoded)
 
@@ -390,6 +412,11 @@ class Engine:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._started.wait()
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the model gets the images of chats."""
+        return self.llm is not None and self.llm.input_processor.media is not None
 
     @property
     def is_sleeping(self) -> bool:

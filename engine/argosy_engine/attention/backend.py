@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from argosy_engine.attention.kv_cache_spec import KVCacheSpec, RecurrentStateSpec
@@ -46,7 +47,7 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """int32 [R]: each request's number of tokens after this step."""
     positions: torch.Tensor
-    """int64 [T]: each token's position in its sequence."""
+    """int64 [T]: each token's row in the rotary tables (`ModelInputs.positions`)."""
     slot_mapping: torch.Tensor
     """int64 [T]: where each token's key and value go, block * block_size + offset."""
     block_table: torch.Tensor
@@ -55,6 +56,9 @@ class AttentionMetadata:
     """`query_start_loc` on the host; on a CPU the same memory."""
     seq_lens_cpu: NDArray[np.int32]
     """`seq_lens` on the host; on a CPU the same memory."""
+    key_ends: torch.Tensor | None = None
+    """int32 [T]: position after the last key that each token attends to, where tokens of an image attend to all of it;
+    None: all attend to themselves and those before. Only the backends `cpu` and `torch` honour it."""
     groups: tuple[AttentionMetadata, ...] = ()
     """Metadata of each KV cache group, if there are several. They differ only in slots and block tables. Empty
     otherwise."""
@@ -107,6 +111,15 @@ def metadata_of(
     )
 
 
+class DeepstackFeatures(NamedTuple):
+    """Features of I tokens of images for the D first layers."""
+
+    rows: torch.Tensor
+    """int64 [I]: the tokens' indices in the batch."""
+    features: torch.Tensor
+    """[D, I, hidden_size]"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """A step's flattened batch of T tokens, as a model reads it."""
@@ -114,11 +127,13 @@ class ModelInputs:
     token_ids: torch.Tensor
     """int64 [T]"""
     positions: torch.Tensor
-    """int64 [T]; for M-RoPE [3, T]."""
+    """int64 [T]: rows of the rotary tables: the tokens' positions, except where their coordinates differ (M-RoPE)."""
     meta: AttentionMetadata
     hidden: torch.Tensor | None = None
     """[T, hidden_size], instead of the tokens' embeddings: what the previous stage of a pipeline has returned. May be
     changed in place. None: the model embeds the tokens."""
+    deepstack: DeepstackFeatures | None = None
+    """What is added to the outputs of the first layers (`VisionSpec.num_deepstack`)."""
     token_types: torch.Tensor | None = None
     """int64 [T]: 1 for tokens of a pair's second text, of encoders that tell them apart. None: all are 0."""
 
@@ -129,6 +144,9 @@ class RotaryEmbedding:
     Args:
         inv_freq: float32 on the CPU, of at most head_dim / 2 pairs, see `layers.embedding.inverse_frequencies`; the
             pairs after them are not rotated.
+
+        axes: which of a token's three coordinates turns each pair (M-RoPE); None: all are turned by its position.
+        num_own_rows: rows at the end of the tables for tokens whose coordinates differ (`write_rows`).
 
     The tables are always computed on the CPU. Weights are planned on the meta device, and torch's arithmetic there
     first imports torch's compiler, which takes longer than the rest of a small model's load.
@@ -142,16 +160,34 @@ class RotaryEmbedding:
         device: torch.device,
         attention_scaling: float = 1.0,
         head_dim: int | None = None,
+        *,
+        axes: Sequence[int] | None = None,
+        num_own_rows: int = 0,
     ) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cosines, sines = angles.cos() * attention_scaling, angles.sin() * attention_scaling
-        if head_dim is not None and (fixed := head_dim // 2 - len(inv_freq)):
-            cosines = torch.cat((cosines, cosines.new_ones(max_positions, fixed)), dim=1)
-            sines = torch.cat((sines, sines.new_zeros(max_positions, fixed)), dim=1)
+        num_rows, fixed = max_positions + num_own_rows, 0
+        if head_dim is not None:
+            fixed = head_dim // 2 - len(inv_freq)
+        if num_own_rows or fixed:
+            cosines = F.pad(cosines, (0, fixed, 0, num_own_rows), value=1.0)
+            sines = F.pad(sines, (0, fixed, 0, num_own_rows))
+        assert cosines.shape == sines.shape == (num_rows, len(inv_freq) + fixed)
         self._dtype = dtype
+        self._inv_freq, self._scaling, self._axes = inv_freq, attention_scaling, axes
+        self.first_own_row = max_positions
         self.cosines = cosines.to(device)
-        """float32 [max_positions, head_dim / 2]"""
+        """float32 [max_positions + num_own_rows, head_dim / 2]"""
         self.sines = sines.to(device)
+
+    def write_rows(self, coordinates: NDArray[np.int64]) -> None:
+        """Write the rotations of tokens with these coordinates, int64 [3, N], to the rows from `first_own_row` on.
+        Steps after this one read them there."""
+        axes = [0] * len(self._inv_freq) if self._axes is None else list(self._axes)
+        angles = torch.from_numpy(coordinates[axes].T.astype(np.float32)) * self._inv_freq
+        rows = slice(self.first_own_row, self.first_own_row + coordinates.shape[1])
+        for table, values in ((self.cosines, angles.cos()), (self.sines, angles.sin())):
+            table[rows, : len(self._inv_freq)] = (values * self._scaling).to(table.device)
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin for positions [T], each [T, 1, head_dim]. Called once per step for all layers."""

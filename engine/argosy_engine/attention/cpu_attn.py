@@ -144,8 +144,9 @@ class NativeStep:
 
     def __init__(self, meta: AttentionMetadata) -> None:
         tables = meta.block_table
+        ends = meta.key_ends
         tensors = meta.positions, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, tables
-        self._kept_alive = tensors
+        self._kept_alive = (*tensors, ends)
         positions, slots, query_starts, seq_lens, block_tables = (tensor.data_ptr() for tensor in tensors)
         self.struct = StepStruct(
             positions=positions,
@@ -153,6 +154,7 @@ class NativeStep:
             query_starts=query_starts,
             seq_lens=seq_lens,
             block_tables=block_tables,
+            key_ends=None if ends is None else ends.data_ptr(),
             table_stride=tables.stride(0),
             num_tokens=len(meta.slot_mapping),
             num_requests=len(meta.seq_lens),

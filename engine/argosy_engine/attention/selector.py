@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
+BIDIRECTIONAL_BACKENDS = ("cpu", "torch")
+"""Backends in which tokens may attend to later ones (`AttentionMetadata.key_ends`)."""
+
 _NO_LATENTS = "it computes no multi-head latent attention"
 _ONE_PAGE = "it needs layers with the same number and size of KV heads"
 

@@ -86,7 +86,8 @@ class TorchAttention:
         starts, seq_lens = meta.query_start_loc_cpu.tolist(), meta.seq_lens_cpu.tolist()
         for row in range(meta.num_decodes, len(seq_lens)):
             prompt = slice(starts[row], starts[row + 1])
-            out[prompt] = self._prefill(q[prompt], kv_cache, meta.block_table[row], seq_lens[row])
+            ends = None if meta.key_ends is None else meta.key_ends[prompt]
+            out[prompt] = self._prefill(q[prompt], kv_cache, meta.block_table[row], seq_lens[row], ends)
         return out
 
     def _decode(
@@ -131,7 +132,12 @@ class TorchAttention:
         return torch.matmul(probs, v.permute(0, 2, 1, 3)).view(batch, self.num_heads, self.head_dim)
 
     def _prefill(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_len: int,
+        key_ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
         block_size, num_new = kv_cache.shape[2], len(q)
         # Gather only tokens inside window or chunk: blocks that left it may belong to other requests by now.
@@ -143,14 +149,19 @@ class TorchAttention:
         k = _read(kv_cache[0], blocks, self._weights.k_scale, q.dtype).view(shape)[seen].transpose(0, 1)
         v = _read(kv_cache[1], blocks, self._weights.v_scale, q.dtype).view(shape)[seen].transpose(0, 1)
         num_seen = seq_len - first
-        if not self._needs_scores and self._sees_all_before(num_new, num_seen):
+        if key_ends is None and not self._needs_scores and self._sees_all_before(num_new, num_seen):
             return self._attend(q, k, v)
         # The scores are materialised here, so run a few queries at a time, against the keys up to the last of them.
         size = max(WORKSPACE_BYTES // (4 * self.num_heads * num_seen), 1)
         parts, end = [], num_seen - num_new
         for part in q.split(size):
             end += len(part)
-            parts.append(self._attend(part, k[:, :end], v[:, :end], first))
+            seen_end, mask = end, None
+            if key_ends is not None:
+                new_end = end - (num_seen - num_new)
+                mask = self._visible_to(key_ends[new_end - len(part) : new_end] - first, end, first)
+                seen_end = mask.shape[1]
+            parts.append(self._attend(part, k[:, :seen_end], v[:, :seen_end], first, mask))
         return torch.cat(parts)
 
     @property
@@ -158,16 +169,25 @@ class TorchAttention:
         """Whether SDPA, which does not tell the scores, cannot compute it."""
         return self.logit_softcap is not None or self._sinks is not None or self._slopes is not None
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: int = 0,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend from the last queries [new, num_heads, head_dim] to k and v [num_kv_heads, seq_len, head_dim].
 
         Args:
             first: position of the first key.
+            mask: bool [new, seq_len], which keys each query attends to; default: `_visible`.
         """
         q = q.transpose(0, 1)
         if self._needs_scores:
-            return self._attend_by_scores(q, k, v, first).transpose(0, 1)
-        mask = self._visible(q.shape[1], k.shape[1], q.device, first)
+            return self._attend_by_scores(q, k, v, first, mask).transpose(0, 1)
+        if mask is None:
+            mask = self._visible(q.shape[1], k.shape[1], q.device, first)
         out = F.scaled_dot_product_attention(
             q.unsqueeze(0),
             k.unsqueeze(0),
@@ -180,7 +200,12 @@ class TorchAttention:
         return out.squeeze(0).transpose(0, 1)
 
     def _attend_by_scores(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: int,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with a soft cap, sinks or ALiBi, which SDPA does not support or only as a mask in memory.
 
@@ -193,7 +218,8 @@ class TorchAttention:
         if self._slopes is not None:
             keys = torch.arange(seq_len, device=q.device)
             scores += self._slopes[:, None, None] * (keys - keys[seq_len - num_new :, None])
-        mask = self._visible(num_new, seq_len, q.device, first)
+        if mask is None:
+            mask = self._visible(num_new, seq_len, q.device, first)
         if mask is None:
             mask = torch.ones(num_new, seq_len, dtype=torch.bool, device=q.device).tril()
         probs = self._probabilities(scores.masked_fill_(~mask, float("-inf"))).to(q.dtype)
@@ -222,6 +248,23 @@ class TorchAttention:
             chunks = torch.arange(first, first + seq_len, device=device) // self.chunk_size
             mask &= chunks[context:, None] == chunks
         return mask
+
+    def _visible_to(self, key_ends: torch.Tensor, end: int, first: int) -> torch.Tensor:
+        """Return the mask of the tokens that each of the last tokens before `end` attends to, some of which attend to
+        tokens after them, bool [new, seq_len].
+
+        Args:
+            key_ends: int32 [new], where the keys of each end.
+            first: position of the first key.
+        """
+        num_new, device = len(key_ends), key_ends.device
+        mask = self._visible(num_new, end, device, first)
+        if mask is None:
+            mask = torch.ones(num_new, end, dtype=torch.bool, device=device).tril()
+        seq_len = max(end, int(key_ends.max()))
+        keys, own = torch.arange(seq_len, device=device), torch.arange(end - num_new, end, device=device)
+        later = (keys > own[:, None]) & (keys < key_ends[:, None])
+        return F.pad(mask, (0, seq_len - end)) | later
 
     def _sees_all_before(self, num_new: int, seq_len: int) -> bool:
         """Whether all tokens are new and within window and chunk, so that SDPA needs no mask."""

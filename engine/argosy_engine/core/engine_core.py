@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from argosy_engine.config import EngineArgs, max_num_mixed_prefill_tokens
+from argosy_engine.core.encoder_cache import check_features, whole_spans
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.resolve_config import resolve_config
 from argosy_engine.core.scheduler import Scheduler
 from argosy_engine.core.steps import StepTiming
 from argosy_engine.distributed.lockstep import Lockstep
-from argosy_engine.errors import EngineAsleep, EngineDead, UtilityFailed
+from argosy_engine.errors import EngineAsleep, EngineDead, ResourceBusy, UtilityFailed
 from argosy_engine.executor.abstract import Executor, PendingOutput
 from argosy_engine.messages import (
     CollectiveRpc,
@@ -187,6 +188,7 @@ class SleepState:
             raise UtilityFailed("requests are running")
         self._executor.collective_rpc(CollectiveRpc("sleep", args=[level]))
         self._scheduler.forget_released()
+        self._scheduler.encoder_cache.reset()
         self.level = level
 
     def wake_up(self) -> None:
@@ -199,6 +201,8 @@ class SleepState:
         self.level = 0
 
 
+MAX_MEDIA_BYTES = 2 << 30
+"""Of the tensors of unfinished requests' images."""
 _NO_STEP = SchedulerOutput(
     new_requests=[],
     new_block_ids={},
@@ -253,6 +257,7 @@ class EngineCore:
             info.memory.num_states,
             args.mamba_block_size,
         )
+        self._vision = info.config.vision
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -308,8 +313,17 @@ class EngineCore:
         return steps
 
     def preprocess_request(self, message: EngineCoreRequest) -> Request:
-        """Build the core's request from a message and hash its prompt. Thread-safe: it reads no mutable state."""
-        return Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
+        """Build the core's request from a message and hash its prompt. Thread-safe: it reads no mutable state.
+
+        Raises:
+            ValueError: its multimodal items do not fit its prompt, or the model.
+        """
+        if message.mm_features:
+            check_features(message, self._vision, self.scheduler.max_num_batched_tokens)
+        request = Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
+        if message.mm_features:
+            request.whole_spans = whole_spans(message, self._vision)
+        return request
 
     def add_request(self, message: EngineCoreRequest, request: Request | None = None) -> None:
         """Queue a request, and start to compile its grammar if it has one.
@@ -319,9 +333,16 @@ class EngineCore:
 
         Raises:
             EngineAsleep: the engine is asleep.
+            ResourceBusy: its images have no room beside those of others.
         """
         self.sleep_state.check_awake()
         request = request or self.preprocess_request(message)
+        held = self.scheduler.media_bytes
+        if request.media_bytes and held and held + request.media_bytes > MAX_MEDIA_BYTES:
+            raise ResourceBusy(
+                f"the images of unfinished requests take {held >> 20} MiB, and those of this one "
+                f"{request.media_bytes >> 20} more, of {MAX_MEDIA_BYTES >> 20}; try again later"
+            )
         if message.grammar is None:
             self.scheduler.add(request)
             return
@@ -429,6 +450,9 @@ class EngineCore:
         try:
             if result.lost:
                 self._lose(step, result.lost)
+                step, result = _NO_STEP, ModelRunnerOutput([], [])
+            elif result.failed_encodings:
+                self._lose_images(result.failed_encodings)
                 step, result = _NO_STEP, ModelRunnerOutput([], [])
             stale = self.scheduler.in_flight.stale(step) if step.num_scheduled_tokens else ()
             for request_id, error in result.errors.items():
@@ -627,6 +651,18 @@ class EngineCore:
                 "there was not enough memory on the device to compute this request; try again, or send less"
             )
             self.scheduler.fail(ended, error, ErrorKind.INTERNAL)
+        self._rebuild()
+
+    def _lose_images(self, reasons: Mapping[str, str]) -> None:
+        """End the requests with images that could not be encoded, and recompute the others: what these requests have
+        written may be shared already."""
+        for request_id, request in list(self.scheduler.requests.items()):
+            found = next((each for each in request.mm_features if each.identifier in reasons), None)
+            if found is not None:
+                reason = (
+                    f"an {found.modality} of this request could not be encoded: {reasons[found.identifier]}"
+                )
+                self.scheduler.fail(request_id, reason, ErrorKind.INTERNAL)
         self._rebuild()
 
     def _rebuild(self, error: str | None = None) -> None:

@@ -152,6 +152,8 @@ class Request:
         "has_grammar",
         "has_twin_blocks",
         "max_num_tokens",
+        "media_bytes",
+        "media_end",
         "mm_features",
         "needs_general_path",
         "num_allocated_tokens",
@@ -183,6 +185,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "tenant",
+        "whole_spans",
     )
 
     def __init__(self, message: EngineCoreRequest, block_size: int, hash_blocks: bool) -> None:
@@ -256,6 +259,15 @@ class Request:
         """Number of leading chunk ends that are processed: announced where a registered block holds them."""
         self.block_size = block_size
         self.mm_features = message.mm_features
+        """In the order of their positions."""
+        self.media_end = max((each.offset + each.length for each in message.mm_features), default=0)
+        """Tokens up to the end of its last multimodal item."""
+        self.media_bytes = sum(
+            len(tensor.data) for each in message.mm_features for tensor in each.inputs.values()
+        )
+        """Of the items' tensors, which are kept until the request ends."""
+        self.whole_spans: list[tuple[int, int]] = []
+        """Tokens, from a position to one after them, that are computed in one step. Set by the core."""
         self.adapter = message.adapter
         self.root_hash = root_hash(message.cache_salt, message.adapter) if hash_blocks else None
         self.block_hashes: list[bytes] = []

@@ -69,6 +69,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         parsers=parsers,
         tokenizer=tokenizer,
         request_defaults=args.request_defaults,
+        media=args.media_config(info.config.vision),
         pooling=info.config.pooling,
         kv_cache_metrics=args.kv_cache_metrics,
     )

@@ -30,6 +30,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from msgspec.structs import replace
+
+from argosy_engine.core.encoder_cache import EncoderCacheManager, encoder_input
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.steps import StepPlan, StepsInFlight
@@ -64,6 +67,8 @@ class Scheduler:
             its next token; None means no cap.
         policy: `fcfs` ignores the requests' priority.
         pipeline_parallel_size: number of stages; with more than one, steps carry the tokens that the first computes.
+
+    Multimodal items are encoded in the step of the first chunk that has some of their tokens (`_encode`).
     """
 
     def __init__(
@@ -90,6 +95,10 @@ class Scheduler:
         self.max_num_mixed_prefill_tokens = max_num_mixed_prefill_tokens or max_num_batched_tokens
         self.policy = policy
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.encoder_cache = EncoderCacheManager(max(max_num_batched_tokens, max_model_len))
+        """No prompt has more placeholders than its context, so that what one request holds always fits."""
+        self.media_bytes = 0
+        """Of the tensors of all unfinished requests' multimodal items."""
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(max_num_seqs)
         self.blocked: dict[str, Request] = {}
@@ -191,6 +200,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self.media_bytes += request.media_bytes
         self.kv.enqueue(request)
         if request.status in BLOCKED:
             self.blocked[request.request_id] = request
@@ -213,6 +223,7 @@ class Scheduler:
             self.max_num_batched_tokens,
             prefill_budget,
             self.long_prefill_token_threshold if len(self.requests) > 1 else 0,
+            self.max_num_batched_tokens,
         )
         num_preemptions = self.num_preemptions
         self._schedule_running(plan)
@@ -220,7 +231,7 @@ class Scheduler:
             self._schedule_waiting(plan, favoured)
         assert plan.token_budget >= 0
         released, self._released = self._released, []
-        step = plan.step(released)
+        step = plan.step(released, self.encoder_cache.end_step())
         if self.pipeline_parallel_size > 1:
             step.new_token_ids = self._new_token_ids(plan)
             self.running.sort(key=lambda request: request.request_id in plan.num_scheduled_tokens)
@@ -275,7 +286,7 @@ class Scheduler:
             if (
                 num_computed == request.num_tokens + request.num_output_placeholders
                 and not request.spec_token_ids
-                and num_computed <= request.num_allocated_tokens
+                and request.media_end < num_computed <= request.num_allocated_tokens
                 and num_computed < request.max_num_tokens - 1
             ):
                 request.num_computed_tokens = num_computed
@@ -321,6 +332,9 @@ class Scheduler:
         if num_new == 0:
             return  # waits for its steps in flight, or for prefill budget
         num_new = self._chunk(request, request.num_computed_tokens, num_new)
+        num_new = self._encode(request, request.num_computed_tokens, num_new, plan)
+        if num_new == 0:
+            return  # waits for room in the encoder's budget or cache
         while (block_ids := self.kv.grow(request, num_new)) is None:
             victim = max(
                 (r for r in self.running if r.status is RequestStatus.RUNNING), key=lambda r: r.queue_key
@@ -370,7 +384,7 @@ class Scheduler:
                     request.num_output_tokens,
                     request.pooling_params,
                     request.adapter,
-                    request.mm_features,
+                    [replace(feature, inputs={}) for feature in request.mm_features],
                 )
             )
             self._advance(request, num_new)
@@ -384,8 +398,11 @@ class Scheduler:
         num_new = plan.limit(self._cap(request, num_wanted, plan), is_batch=request.is_batch)
         if num_new == 0 or (num_new < num_wanted and not self.enable_chunked_prefill and self.running):
             return None
-        num_new = self._chunk(request, num_cached, num_new)
-        if not self.kv.admit(request, cached_block_ids, num_new, apply_watermark=bool(self.running)):
+        num_new = self._encode(request, num_cached, self._chunk(request, num_cached, num_new), plan)
+        if num_new == 0 or not self.kv.admit(
+            request, cached_block_ids, num_new, apply_watermark=bool(self.running)
+        ):
+            self.encoder_cache.leave_all(request.request_id)
             return None
         request.num_computed_tokens = num_cached
         if request.has_run:
@@ -419,6 +436,51 @@ class Scheduler:
             return num_new
         return self.kv.chunk_end(request, start, start + num_new) - start
 
+    def _encode(self, request: Request, start: int, num_new: int, plan: StepPlan) -> int:
+        """Let the step encode the multimodal items of which it computes tokens, unless their outputs are there.
+
+        Returns:
+            how many of the `num_new` tokens from `start` on the step may compute: those before the first item for which
+            there is no room.
+        """
+        if request.media_end <= start:
+            return num_new
+        num_new = self._whole(request, start, num_new, plan)
+        for feature in request.mm_features:
+            if feature.offset >= start + num_new:
+                break
+            if feature.offset + feature.length <= start or not feature.num_embeds:
+                continue
+            if feature.identifier not in self.encoder_cache and not (
+                plan.may_encode(feature.num_embeds) and self.encoder_cache.has_room(feature.num_embeds)
+            ):
+                return max(feature.offset - start, 0)
+            if self.encoder_cache.hold(request.request_id, feature):
+                plan.encode(encoder_input(feature))
+        return num_new
+
+    def _whole(self, request: Request, start: int, num_new: int, plan: StepPlan) -> int:
+        """Return how many of the `num_new` tokens from `start` on a step may compute such that it computes each of
+        `Request.whole_spans` as a whole: more, if it begins with one and the step has room for all of it, or fewer.
+
+        What of a span is cached was computed together with the rest.
+        """
+        for first, end in request.whole_spans:
+            if first < start + num_new < end:
+                wanted = end - start
+                return wanted if first <= start and wanted <= plan.token_budget else max(first - start, 0)
+        return num_new
+
+    def _leave_encoded(self, request: Request) -> None:
+        """Let a request no longer hold items whose tokens are all computed, or scheduled."""
+        done = request.num_computed_tokens
+        begun = {
+            each.identifier for each in request.mm_features if each.offset < done < each.offset + each.length
+        }
+        for feature in request.mm_features:
+            if feature.offset + feature.length <= done and feature.identifier not in begun:
+                self.encoder_cache.leave(request.request_id, feature.identifier)
+
     def _is_awaited_by_others(self) -> bool:
         """Whether a call of one prompt, running or at the head of the queue, waits for its first token."""
         first = self.waiting.peek()
@@ -428,7 +490,10 @@ class Scheduler:
 
     def _advance(self, request: Request, num_new: int) -> None:
         """Count scheduled tokens as computed, and add placeholders for the tokens that this step will sample."""
+        has_media = request.media_end > request.num_computed_tokens
         request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
+        if has_media:
+            self._leave_encoded(request)
         num_target = request.num_tokens_with_spec + request.num_output_placeholders
         self._set_pending(request, num_target - num_computed)
         if request.spec_token_ids and num_computed >= request.num_tokens:
@@ -445,6 +510,7 @@ class Scheduler:
             num_computed_tokens: without the tokens that the step being planned would have computed.
         """
         self.kv.free(request, num_computed_tokens)
+        self.encoder_cache.leave_all(request.request_id)
         request.num_computed_before, request.num_computed_tokens = num_computed_tokens, 0
         self._set_drafts(request, [])
         request.num_preemptions += 1
@@ -555,11 +621,13 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
+        self.media_bytes -= request.media_bytes
         self._set_pending(request, 0)
         self._released.append(request.request_id)
         self._charge_output(request)
         self.waiting.release_slot(request)
         self.in_flight.forget(request.request_id)
+        self.encoder_cache.leave_all(request.request_id)
         self.kv.free(request, request.num_computed_tokens)
 
     def _charge_output(self, request: Request) -> None:
@@ -589,13 +657,14 @@ class Scheduler:
             error: if given, end the requests with this error instead.
         """
         self.kv.rebuild()
+        self.encoder_cache.reset()
         # The worker may never have received one of these steps; freeing a slot twice is harmless.
         self._released += self.in_flight.forget_all()
         unanswered = [request for request in self.requests.values() if request.finish_reason is None]
         self._released += self.requests
         previous = self.waiting
         self.requests, self.waiting, self.blocked, self.running = {}, WaitingQueue(self.max_num_seqs), {}, []
-        self._num_pending_tokens = 0
+        self._num_pending_tokens = self.media_bytes = 0
         for request in unanswered:
             self.kv.forget(request)
             request.num_computed_before = request.num_computed_tokens
@@ -623,10 +692,12 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants. O(requests + blocks); for tests and the idle engine."""
         self.kv.check(self.requests.values())
+        self.encoder_cache.check({request.request_id for request in self.running})
         assert len(self.requests) == len(self.running) + len(self.waiting) + len(self.blocked)
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         self.waiting.check(self.running)
         assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
+        assert self.media_bytes == sum(request.media_bytes for request in self.requests.values())
         pending = sum(request.num_pending_tokens for request in self.requests.values())
         assert pending == self._num_pending_tokens
         self.kv.waiting.check([request.request_id for request in (*self.waiting, *self.blocked.values())])

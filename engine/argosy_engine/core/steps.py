@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from argosy_engine.messages import BlockIds, NewRequest, SchedulerOutput
+from argosy_engine.messages import BlockIds, EncoderInput, NewRequest, SchedulerOutput
 
 
 class StepPlan:
@@ -15,10 +15,19 @@ class StepPlan:
         token_budget: tokens that the step may compute.
         prefill_budget: prefill tokens that the step may compute, within the token budget.
         long_prefill_token_threshold: cap on one request's prefill tokens; 0 means no cap.
+        encoder_budget: embeddings that the step may compute; one item of more may be alone in its step.
     """
 
-    def __init__(self, token_budget: int, prefill_budget: int, long_prefill_token_threshold: int) -> None:
+    def __init__(
+        self,
+        token_budget: int,
+        prefill_budget: int,
+        long_prefill_token_threshold: int,
+        encoder_budget: int = 0,
+    ) -> None:
         self.token_budget = token_budget
+        self._encoder_budget = encoder_budget
+        self.encoder_inputs: list[EncoderInput] = []
         self.prefill_budget = prefill_budget
         self.batch_prefill_budget: int | None = None
         """Prefill tokens left for calls of several prompts, within `prefill_budget`; None means no cap."""
@@ -38,14 +47,23 @@ class StepPlan:
                 num_wanted = min(num_wanted, self._threshold)
         return min(num_wanted, self.token_budget)
 
+    def may_encode(self, num_embeds: int) -> bool:
+        """Whether the budget allows one more item of so many embeddings."""
+        return num_embeds <= self._encoder_budget or not self.encoder_inputs
+
+    def encode(self, item: EncoderInput) -> None:
+        """Encode an item in this step; `may_encode` must have allowed it."""
+        self.encoder_inputs.append(item)
+        self._encoder_budget -= item.num_embeds
+
     def add(self, request_id: str, num_tokens: int, num_drafts: int = 0, *, is_batch: bool = False) -> None:
         """Schedule tokens of a request; `limit` must have allowed them."""
         self.num_scheduled_tokens[request_id] = num_tokens
         self.token_budget -= num_tokens
         if num_tokens > 1 + num_drafts:
-            self.prefill_budget -= num_tokens
+            self.prefill_budget = max(self.prefill_budget - num_tokens, 0)
             if is_batch and self.batch_prefill_budget is not None:
-                self.batch_prefill_budget -= num_tokens
+                self.batch_prefill_budget = max(self.batch_prefill_budget - num_tokens, 0)
 
     def drop(self, request_id: str) -> int:
         """Remove a request from the step; return the number of tokens that it would have computed."""
@@ -55,11 +73,12 @@ class StepPlan:
         self.token_budget += num_tokens
         return num_tokens
 
-    def step(self, released: list[str]) -> SchedulerOutput:
+    def step(self, released: list[str], dropped: list[str]) -> SchedulerOutput:
         """Build the scheduler output.
 
         Args:
             released: ids of requests whose slots the worker frees before the step.
+            dropped: identifiers of encoder outputs that it drops before.
         """
         return SchedulerOutput(
             self.new_requests,
@@ -68,6 +87,8 @@ class StepPlan:
             sum(self.num_scheduled_tokens.values()),
             released,
             self.drafts,
+            encoder_inputs=self.encoder_inputs,
+            freed_encoder_outputs=dropped,
         )
 
 

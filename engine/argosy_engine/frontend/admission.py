@@ -262,9 +262,9 @@ class RenderPool:
     """Runs short prompts on the event loop, medium ones in threads, and long ones in another thread."""
 
     def __init__(self) -> None:
-        self._medium = _SizeClass("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
-        self._long = _SizeClass("long prompts", LONG_THREADS, MAX_LONG_JOBS)
-        self._templates = _SizeClass("prompts with a chat template of their own", 1, MAX_TEMPLATE_JOBS)
+        self._medium = BoundedThreads("medium prompts", MEDIUM_THREADS, MAX_MEDIUM_JOBS)
+        self._long = BoundedThreads("long prompts", LONG_THREADS, MAX_LONG_JOBS)
+        self._templates = BoundedThreads("prompts with a chat template of their own", 1, MAX_TEMPLATE_JOBS)
 
     async def run(
         self, size: int, function: Callable[[_Request], _Result], request: _Request, tenant: str = ""
@@ -310,15 +310,16 @@ class _Job:
             self.future.set_exception(error)
 
 
-class _SizeClass:
-    """Threads and a bounded queue for prompts of about one size.
+class BoundedThreads:
+    """Threads and a bounded queue, in which tenants take turns, for prompts of about one size, or for images.
 
     Invariants: `_jobs` counts the jobs that wait or run, including running ones of clients that left. For each queued
     job the executor has a call of `_run_next`.
     """
 
-    def __init__(self, name: str, num_threads: int, max_jobs: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_jobs: int, done: str = "tokenised") -> None:
         self._name = name
+        self._done = done
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._jobs = TenantShares(max_jobs)
         self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
@@ -354,10 +355,10 @@ class _SizeClass:
 
     def _check_room(self, tenant: str) -> None:
         if self._jobs.is_full(1):
-            raise ResourceBusy(f"{self._jobs.total} {self._name} are waiting to be tokenised")
+            raise ResourceBusy(f"{self._jobs.total} {self._name} are waiting to be {self._done}")
         if self._jobs.exceeds_share(tenant, 1):
             own = self._jobs.held_by(tenant)
-            raise ResourceBusy(f"{own} {self._name} of the same key are waiting to be tokenised")
+            raise ResourceBusy(f"{own} {self._name} of the same key are waiting to be {self._done}")
 
     def _next(self) -> _Job | None:
         with self._lock:

@@ -382,6 +382,7 @@ class AsyncLLM:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_running(EngineDead("the engine was shut down"))
+        self.input_processor.close()
         await self.client.close()
 
     async def _watch(self) -> None:

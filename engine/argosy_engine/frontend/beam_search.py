@@ -252,7 +252,7 @@ class BeamSearchBatch:
     def beams(self) -> list[TokenizedPrompt]:
         """Sequences whose next tokens `advance` needs; empty when all searches have ended."""
         return [
-            TokenizedPrompt(tokens, prompt.chunk_ends)
+            TokenizedPrompt(tokens, prompt.chunk_ends, mm_features=prompt.mm_features)
             for prompt, search in zip(self._prompts, self._searches, strict=True)
             for tokens in search.beams
         ]

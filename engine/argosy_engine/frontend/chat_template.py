@@ -10,17 +10,21 @@ that would be left out is refused. `developer`, by which OpenAI's newer models c
 `system` where a template does not know it, and `function`, the older name of what a tool returns, becomes `tool`.
 Invariant: a role counts as dropped only if the template rendered probes of it, and what it made of them did not depend
 on their text. A template that fails on a probe may fail on the request, too, and says why.
+
+Images are parts of a message's content, and the template writes what stands for them (`image_form`). For a template
+that takes texts only, it is put into the text here, before the message's own, as in vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.meta
@@ -44,7 +48,10 @@ from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import parse_text
 from argosy_protocol.openai import ChatCompletionRequest, ChatMessage
 from argosy_protocol.responses_chat import CUSTOM_ARGUMENT
-from argosy_protocol.skipped_content import is_replayed, newest_message, replayed_text
+from argosy_protocol.skipped_content import OR_NOTE, is_replayed, newest_message, replayed_text
+
+if TYPE_CHECKING:
+    from argosy_engine.frontend.media.processor import ChatImages
 
 Message = dict[str, Any]
 
@@ -245,6 +252,7 @@ _END_OF_MESSAGE = "\U0010efff "
 messages removes the space."""
 
 
+_IMAGE_PART = {"type": "image"}
 _PROBE = "argosyprobe"
 _PROBE_PARTS = [{"type": "text", "text": _PROBE}]
 """Content that tells whether a template renders texts or parts."""
@@ -330,6 +338,9 @@ class ChatTemplate:
         """Whether messages have their content as a list of parts, because the template leaves out texts. None: it has
         rendered nothing yet."""
         self._roles = TemplateRoles(self._rendered)
+        self.image_form = lru_cache(_KNOWN_ROLES)(self._image_form)
+        """Tells of a role and the token that stands for an image whether the template takes images as `parts`, or has
+        to get them in the `text`; None if it renders none."""
 
     @classmethod
     def load(
@@ -360,11 +371,17 @@ class ChatTemplate:
             is_of_request=of_request is not None,
         )
 
-    def render(self, request: ChatCompletionRequest, through: Callable[[Any], Any] | None = None) -> str:
+    def render(
+        self,
+        request: ChatCompletionRequest,
+        through: Callable[[Any], Any] | None = None,
+        images: ChatImages | None = None,
+    ) -> str:
         """Render the prompt's text.
 
         Args:
             through: applied to each value before the template gets it.
+            images: of the messages; each has one placeholder in the text.
 
         With `continue_final_message` it ends with the last message's content, as in transformers.
 
@@ -390,7 +407,7 @@ class ChatTemplate:
         values = {
             **arguments,
             "messages": self._roles.known(
-                plain_messages(request.messages),
+                plain_messages(request.messages, images),
                 has_tools=bool(tools),
                 has_documents=bool(request.documents),
                 arguments=arguments,
@@ -407,10 +424,20 @@ class ChatTemplate:
                     function["arguments"] = _Arguments(function["arguments"])
                 elif isinstance(function["arguments"], str):
                     function["arguments"] = _TextArguments(function["arguments"])
+        mark = ""
+        if images is not None:
+            mark = f"argosyimage{secrets.token_hex(8)}"  # which no client can have written
+            self._put_images(values["messages"], images.info.image_token, mark)
         if is_continued:
-            values["messages"][-1]["content"] += _END_OF_MESSAGE
+            last = values["messages"][-1]
+            if isinstance(last["content"], str):
+                last["content"] += _END_OF_MESSAGE
+            else:
+                last["content"].append({"type": "text", "text": _END_OF_MESSAGE})
         try:
             text = self._rendered(**values, add_generation_prompt=request.add_generation_prompt)
+            if images is not None:
+                text = text.replace(mark, images.info.image_text)
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
         except Abandoned:
@@ -422,6 +449,32 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from None
         return _through_final_message(text) if is_continued else text
+
+    def _put_images(self, messages: list[Message], token: str, mark: str) -> None:
+        """Write a mark into the texts of messages whose images the template does not take as parts."""
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list) and self.image_form(message["role"], token) == "text":
+                texts = [part["text"] for part in content if part["type"] == "text"]
+                message["content"] = "\n".join([mark] * (len(content) - len(texts)) + texts)
+
+    def _image_form(self, role: str, token: str) -> Literal["parts", "text"] | None:
+        if self._renders_image(role, [_IMAGE_PART, *_PROBE_PARTS], token):
+            return "parts"
+        if self._renders_image("user", [_IMAGE_PART, *_PROBE_PARTS], token):
+            return None  # of other roles only
+        return "text" if self._renders_image(role, f"{token}\n{_PROBE}", token) else None
+
+    def _renders_image(self, role: str, content: Any, token: str) -> bool:
+        """Whether the template writes a message's image once, and its text."""
+        probe = {"role": role, "content": content, "name": "f", "tool_call_id": "123456789"}
+        for before, after in (*_FIRST, *_LATER):
+            values = {"messages": [*before, probe, *after], "tools": None, "documents": None}
+            with contextlib.suppress(Exception):  # a template may fail in any way
+                text = self._rendered(**values, add_generation_prompt=not after)
+                if text.count(token) == 1 and _PROBE in text:
+                    return True
+        return False
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Return the values of the variables that the template declares; it has no use for others."""
@@ -452,13 +505,17 @@ class ChatTemplate:
     def _rendered(self, **values: Any) -> str:
         if self._takes_parts:
             values["messages"] = [
-                {**message, "content": [{"type": "text", "text": text}] if text else []}
-                for message in values["messages"]
-                for text in [message["content"]]
+                {**message, "content": _as_parts(message["content"])} for message in values["messages"]
             ]
         with limited(self._limits):
             text: str = self._template.render(**self._special_tokens, **values)
         return text
+
+
+def _as_parts(content: str | list[Any]) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:
@@ -512,25 +569,28 @@ def _through_final_message(text: str) -> str:
     return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Make the dicts that templates expect: text content as a string, tool-call arguments as values.
+def plain_messages(messages: Sequence[ChatMessage], images: ChatImages | None = None) -> list[dict[str, Any]]:
+    """Make the dicts that templates expect: text content as a string, that with images as a list of parts, tool-call
+    arguments as values.
 
     Raises:
         InvalidRequest: content is no text, or a call malformed.
     """
     newest = newest_message(messages)
     return [
-        _plain_message(message, f"messages[{index}]", is_replayed(message, index, newest))
+        _plain_message(message, f"messages[{index}]", is_replayed(message, index, newest), images)
         for index, message in enumerate(messages)
     ]
 
 
-def _plain_message(message: ChatMessage, where: str, is_replay: bool) -> dict[str, Any]:
+def _plain_message(
+    message: ChatMessage, where: str, is_replay: bool, images: ChatImages | None
+) -> dict[str, Any]:
     """Make the dict that templates expect: text content as a string, tool-call arguments as values.
 
     Arguments that are no JSON object remain text: an engine's own answer has such if it was cut off.
     """
-    plain: dict[str, Any] = {"role": message.role, "content": _text_content(message, where, is_replay)}
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where, is_replay, images)}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -548,16 +608,25 @@ def _plain_message(message: ChatMessage, where: str, is_replay: bool) -> dict[st
     return plain
 
 
-def _text_content(message: ChatMessage, where: str, is_replay: bool) -> str:
+def _content(
+    message: ChatMessage, where: str, is_replay: bool, images: ChatImages | None
+) -> str | list[dict[str, Any]]:
+    """Return a message's text, its parts joined by newlines, or its parts if there are images among them."""
     if not message.content:
         return message.refusal or ""
     if isinstance(message.content, str):
         return message.content
-    texts = []
+    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(message.content):
         at = f"{where}.content[{index}]"
         if part.get("type") != "text":
-            if is_replay:
+            if images is not None and images.of(part) is not None:
+                parts += [{"type": "text", "text": text} for text in texts]
+                parts.append(dict(_IMAGE_PART))
+                texts = []
+                continue
+            if is_replay or part.get(OR_NOTE) is True:
                 texts += [note] if (note := replayed_text(part)) is not None else []
                 continue
             raise InvalidRequest(
@@ -568,6 +637,8 @@ def _text_content(message: ChatMessage, where: str, is_replay: bool) -> str:
         if not isinstance(text, str):
             raise InvalidRequest(f"{at}.text must be a text", param=f"{at}.text")
         texts.append(text)
+    if parts:
+        return parts + [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
 
 

@@ -24,6 +24,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from argosy_engine.errors import InvalidRequest, PromptTooLong, RequestFailed
+from argosy_engine.frontend.media.processor import MediaProcessor
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.messages import EngineCoreRequest
 from argosy_engine.params import MAX_BAD_WORDS_TOKENS, RepetitionDetectionParams, SamplingParams
@@ -57,15 +58,22 @@ _KEPT_PARAMS = 256
 
 class InputProcessor:
     """
+    Args:
+        media: loads the images of chats; None: one is started if the model sees.
+
     Raises (from the constructor):
         ConfigError: the model directory lacks a file, or a logits processor cannot be loaded.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, media: MediaProcessor | None = None) -> None:
         self.config = config
         self.renderer = Renderer(
             config, config.parsers, config.tokenizer, least_output=int(config.pooling is None)
         )
+        self.media = media or MediaProcessor.of(config, has_mistral_tokenizer=self.renderer.writes_by_mistral)
+        """Loads the images of chats; None if the model gets none."""
+        if self.media is not None:
+            self.renderer.set_images(self.media.info)
         self._sampling_defaults = sampling_defaults(Path(config.model_path), config.request_defaults)
         self._logits_processors = load_logits_processors(config.logits_processors)
         self._unseeded = itertools.count(1)
@@ -172,6 +180,7 @@ class InputProcessor:
                     cache_salt=cache_salt,
                     priority=priority,
                     chunk_ends=prompt.chunk_ends,
+                    mm_features=list(prompt.mm_features),
                     resume_token_ids=output,
                     grammar=grammar,
                     tenant=tenant,
@@ -179,6 +188,11 @@ class InputProcessor:
                 )
             )
         return requests
+
+    def close(self) -> None:
+        """End the process that handles images, if there is one."""
+        if self.media is not None:
+            self.media.close()
 
     def _new_id(self) -> str:
         return f"{next(self._numbers):024x}" if self.config.has_copies else secrets.token_hex(12)

@@ -18,6 +18,7 @@ from argosy_engine.core.proc.core_client import SyncClient
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.admission import stop_if_abandoned
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.media.processor import ChatImages
 from argosy_engine.frontend.output_processor import log_failures
 from argosy_engine.frontend.prompts import Truncation
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
@@ -252,15 +253,20 @@ def joined_scores(query: PoolingRequestOutput, document: PoolingRequestOutput) -
     )
 
 
-def render_inputs(renderer: Renderer, request: PromptFields) -> list[TokenizedPrompt]:
+def render_inputs(
+    renderer: Renderer, request: PromptFields, images: ChatImages | None = None
+) -> list[TokenizedPrompt]:
     """Tokenise the inputs of a request.
+
+    Args:
+        images: of its messages.
 
     Raises:
         InvalidRequest: an input is too long, has a token id beyond the vocabulary, or is not text, or the chat template
             rejects the messages.
     """
     if request.messages is not None:
-        return [renderer.render_chat(request.as_chat())]
+        return [renderer.render_chat(request.as_chat(), images)]
     return _completion(
         renderer, request.as_completion(), adds_special=request.add_special_tokens is not False
     )

@@ -4,6 +4,7 @@
 - Truncation: `truncate_prompt_tokens` and `truncation_side`, with vLLM's meaning.
 - Fill in the middle: prompts for a text between a prefix (`prompt`) and a `suffix`, for models that were trained so.
 - Control tokens: `ControlTokens` keeps the text of a chat from becoming some (CVE-2026-44222).
+- Images: `with_images` puts the tokens of each image in place of its placeholder.
 - The chunk map: where the router's chunks end in the engine's tokens, as token counts. The router splits a request's
   values (`argosy_protocol.chunk_hash`) into chunks; the engine tokenises the rendered text. The values are found
   in order in the text; a chunk's end becomes a character offset, and that the number of tokens which end at or before
@@ -18,13 +19,17 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.admission import stop_if_abandoned
-from argosy_engine.messages import ChunkEnd
+from argosy_engine.messages import ChunkEnd, MultimodalFeature
 from argosy_protocol.chunk_hash import Segment, SegmentKind, chunk_ends, chunk_hashes
 from argosy_protocol.openai import ChatCompletionRequest, GenerationRequest
+
+if TYPE_CHECKING:
+    from argosy_engine.frontend.media.processor import ChatImages
+    from argosy_engine.frontend.tokenizer import Encoded
 
 
 class TextPrompt(TypedDict):
@@ -357,12 +362,73 @@ _LITERAL = {
 """Kinds of segments whose bytes are text that templates copy unchanged."""
 
 
+class EncodedImages(NamedTuple):
+    """Tokens of a text with images (`tokenizer.Encoded`)."""
+
+    ids: list[int]
+    ends: list[int]
+    """Each token's end in characters of the text; those of an image have the end of its placeholder."""
+    features: list[MultimodalFeature]
+    digest_ends: list[int | None]
+    """Of each part of the chat that is no text, its placeholder's end in the text; None if it is no image."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def with_images(encoded: Encoded, request: ChatCompletionRequest, images: ChatImages) -> EncodedImages:
+    """Replace the placeholders in a chat's tokens by the tokens of its images, which are in the same order.
+
+    Raises:
+        InvalidRequest: there are more or fewer placeholders than images.
+    """
+    given = [
+        images.of(part)
+        for message in request.messages
+        if isinstance(message.content, list)
+        for part in message.content
+        if part.get("type") != "text" or not isinstance(part.get("text"), str)
+    ]
+    shown = [image for image in given if image is not None]
+    token_ids, token_ends, placeholder_id = encoded.ids, encoded.ends, images.info.placeholder_id
+    places = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
+    if len(places) != len(shown):
+        raise InvalidRequest(
+            f"the chat template renders {len(places)} of the {len(shown)} images of these messages; leave out those of "
+            "earlier messages",
+            param="messages",
+        )
+    ids: list[int] = []
+    ends: list[int] = []
+    features = []
+    done = 0
+    for place, image in zip(places, shown, strict=True):
+        ids += token_ids[done:place]
+        ends += token_ends[done:place]
+        features.append(image.feature(len(ids)))
+        ids += image.token_ids
+        ends += [token_ends[place]] * len(image.token_ids)
+        done = place + 1
+    left = iter(token_ends[place] for place in places)
+    digest_ends = [None if image is None else next(left) for image in given]
+    return EncodedImages(ids + token_ids[done:], ends + token_ends[done:], features, digest_ends)
+
+
 def map_chunks(
-    segments: Sequence[Segment], seed: int, text: str, token_ends: Sequence[int]
+    segments: Sequence[Segment],
+    seed: int,
+    text: str,
+    token_ends: Sequence[int],
+    digest_ends: Sequence[int | None] = (),
 ) -> list[ChunkEnd]:
-    """Compute the chunk ends of a prompt that was rendered to `text`, from its tokens' ends in characters."""
+    """Compute the chunk ends of a prompt that was rendered to `text`, from its tokens' ends in characters.
+
+    Args:
+        digest_ends: of parts that are no text, where in the text they end, as far as they are in it
+            (`EncodedImages`).
+    """
     hashes = chunk_hashes(segments, seed)
-    spans = _locate(segments, text)
+    spans = _locate(segments, text, digest_ends)
     ends = []
     for chunk_hash, (index, byte_end) in zip(hashes, chunk_ends(segments), strict=True):
         start, value, is_found = spans[index]
@@ -380,11 +446,16 @@ def map_token_chunks(segments: Sequence[Segment], seed: int) -> list[ChunkEnd]:
     ]
 
 
-def _locate(segments: Sequence[Segment], text: str) -> list[tuple[int, bytes, bool]]:
+def _locate(
+    segments: Sequence[Segment], text: str, digest_ends: Sequence[int | None]
+) -> list[tuple[int, bytes, bool]]:
     """Return for each segment the offset of its text (or the last place found), its bytes, and whether it was found."""
     position = 0
     spans = []
+    places = iter(digest_ends)
     for kind, data in segments:
+        if kind is SegmentKind.DIGEST and (place := next(places, None)) is not None:
+            position = max(position, place)
         start = -1
         value = data
         if kind in _LITERAL and data:

@@ -7,7 +7,7 @@ rejected before it is tokenised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ from argosy_engine.frontend.admission import stop_if_abandoned
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.prompts import (
     ControlTokens,
+    EncodedImages,
     PromptType,
     Truncation,
     fill_in_middle,
@@ -27,9 +28,10 @@ from argosy_engine.frontend.prompts import (
     map_token_chunks,
     text_or_token_ids,
     truncation_of,
+    with_images,
 )
 from argosy_engine.frontend.tokenizer import Encoded, Tokenizer
-from argosy_engine.messages import ChunkEnd
+from argosy_engine.messages import ChunkEnd, MultimodalFeature
 from argosy_engine.model_configs.model_config import read_json
 from argosy_engine.params import ThinkingMarks
 from argosy_engine.parsers.chat_parser import ChatParser
@@ -47,6 +49,8 @@ from argosy_protocol.openai import (
 )
 
 if TYPE_CHECKING:
+    from argosy_engine.frontend.media.processor import ChatImages
+    from argosy_engine.frontend.media.worker import ProcessorInfo
     from argosy_engine.frontend.mistral_tokenizer import MistralTokenizer
 
 logger = logging.getLogger("argosy.frontend")
@@ -78,6 +82,8 @@ class TokenizedPrompt(NamedTuple):
     """The rendered chat, if the request asked for it."""
     second_text: int | None = None
     """Index of the first token of a pair's second text, if the tokenizer tells the two apart by types."""
+    mm_features: Sequence[MultimodalFeature] = ()
+    """Its images, in the order of their positions."""
 
 
 class Renderer:
@@ -116,6 +122,7 @@ class Renderer:
         self._unsalted_seed = chain_seed(config.model_name)
         self._template_of_request = lru_cache(_KEPT_TEMPLATES)(self._compiled)
         self._control_tokens = ControlTokens(self.tokenizer.control_tokens)
+        self._images: ProcessorInfo | None = None
         self._fill_in_middle = fill_in_middle(self.tokenizer.added_tokens)
         if parsers.tool_parser_plugin is not None:
             names = load_tool_parser_plugin(parsers.tool_parser_plugin)
@@ -175,6 +182,31 @@ class Renderer:
     def bounds_thinking(self) -> bool:
         """Whether `thinking_token_budget` can end the reasoning: its marks have to be found by their tokens."""
         return self.has_thinking and not self.parsers.reasoning_parser.is_prose
+
+    @property
+    def writes_by_mistral(self) -> bool:
+        """Whether mistral-common writes the chats, and no template."""
+        return self._mistral is not None
+
+    def set_images(self, info: ProcessorInfo) -> None:
+        """Let chats have images: no text may become the tokens that stand for them.
+
+        Args:
+            info: of the model's processor.
+        """
+        self._images = info
+        texts = map(self.tokenizer.backend.id_to_token, info.marker_ids)
+        markers = {*self.tokenizer.control_tokens, info.image_token, *texts}
+        self._control_tokens = ControlTokens(marker for marker in markers if marker and len(marker) > 1)
+
+    def image_roles(self, request: ChatCompletionRequest) -> Callable[[str], bool]:
+        """Return which roles' images the template of a chat renders.
+
+        Raises:
+            InvalidRequest: as `render_chat`, about the template.
+        """
+        info, template = self._images, self._template(request)
+        return lambda role: info is not None and template.image_form(role, info.image_token) is not None
 
     def _template(self, request: ChatCompletionRequest) -> ChatTemplate:
         """Return the template of a chat: the request's own, if it has one, else the model's.
@@ -236,8 +268,13 @@ class Renderer:
         """Return the parser of the tool calls of one choice; None if the request has none."""
         return self.parsers.tool_parser(request.tools or ()) if _calls_tools(request) else None
 
-    def render_chat(self, request: ChatCompletionRequest) -> TokenizedPrompt:
+    def render_chat(
+        self, request: ChatCompletionRequest, images: ChatImages | None = None
+    ) -> TokenizedPrompt:
         """Apply the chat template, and tokenise the result.
+
+        Args:
+            images: of the chat, as far as the model gets them; others are refused, or leave a note in a history.
 
         Raises:
             InvalidRequest: the template rejects the messages, or the model has no template.
@@ -247,10 +284,13 @@ class Renderer:
             text, encoded = self._mistral_chat(self._mistral, request, segments)
             prompt = self._prompt_of(encoded, text, segments, request)
         else:
-            text, cuts = self._chat_text(request, segments)
+            text, cuts = self._chat_text(request, segments, images)
             if request.truncate_prompt_tokens is None:
                 self.check_length(len(cuts) + 1)  # each piece is at least one token
-            prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
+            if images is not None:
+                prompt = self._image_prompt(text, cuts, segments, request, images)
+            else:
+                prompt = self._text_prompt(text, segments, request, add_special_tokens=False, cuts=cuts)
         if request.return_prompt_text:
             prompt = prompt._replace(text=text)
         reasoning = self._reasoning_after(prompt, text, request)
@@ -293,7 +333,7 @@ class Renderer:
         is_open = last_index(prompt.token_ids, start) > last_index(prompt.token_ids, end)
         return Reasoning(tuple(start), tuple(end), is_open or self.parsers.reasoning_parser.starts_open)
 
-    def encode_chat(self, request: ChatCompletionRequest) -> Encoded:
+    def encode_chat(self, request: ChatCompletionRequest, images: ChatImages | None = None) -> Encoded:
         """Tokenise a chat's prompt, even if it is too long for the model.
 
         Raises:
@@ -302,8 +342,9 @@ class Renderer:
         (segments,) = prompt_segments(request)
         if self._mistral is not None:
             return self._mistral_chat(self._mistral, request, segments)[1]
-        text, cuts = self._chat_text(request, segments)
-        return self.encode(text, add_special_tokens=False, cuts=cuts)
+        text, cuts = self._chat_text(request, segments, images)
+        encoded = self.encode(text, add_special_tokens=False, cuts=cuts)
+        return encoded if images is None else with_images(encoded, request, images)
 
     def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the text of a chat's prompt, in which control tokens of the template look like those in messages.
@@ -483,7 +524,9 @@ class Renderer:
                 param="prompt",
             )
 
-    def _chat_text(self, request: ChatCompletionRequest, segments: list[Segment]) -> tuple[str, list[int]]:
+    def _chat_text(
+        self, request: ChatCompletionRequest, segments: list[Segment], images: ChatImages | None = None
+    ) -> tuple[str, list[int]]:
         """Render a chat; return the text and the offsets at which it is split. Checks lengths before rendering."""
         if request.add_special_tokens and self.tokenizer.adds_special_tokens:
             raise InvalidRequest(
@@ -494,11 +537,11 @@ class Renderer:
         size = self._check_chat(request, segments)
         is_truncated = request.truncate_prompt_tokens is not None
         if not self._control_tokens.concern(segments):
-            return template.render(request), []
+            return template.render(request, images=images), []
         if size > self._max_characters and not is_truncated:
             # Hiding reads texts that templates may drop, too, and changes no length.
-            self._check_characters(len(template.render(request)))
-        rendered = template.render(request, self._control_tokens.hide)
+            self._check_characters(len(template.render(request, images=images)))
+        rendered = template.render(request, self._control_tokens.hide, images)
         if not is_truncated:
             self._check_characters(len(rendered))
         return self._control_tokens.reveal(rendered)
@@ -548,6 +591,24 @@ class Renderer:
         )
         return self._prompt_of(encoded, text, segments, request, add_special_tokens=add_special_tokens)
 
+    def _image_prompt(
+        self,
+        text: str,
+        cuts: Sequence[int],
+        segments: list[Segment],
+        request: ChatCompletionRequest,
+        images: ChatImages,
+    ) -> TokenizedPrompt:
+        encoded = with_images(self.encode(text, add_special_tokens=False, cuts=cuts), request, images)
+        truncation = self.truncation_of(request)
+        if truncation is not None and len(encoded) > truncation.num_tokens:
+            raise PromptTooLong(
+                f"a prompt with images is not cut, and this one has {len(encoded)} tokens, more than "
+                f"{truncation.num_tokens}; shorten it, or send fewer or smaller images",
+                param="prompt",
+            )
+        return self._prompt_of(encoded, text, segments, request)
+
     def _prompt_of(
         self,
         encoded: Encoded,
@@ -564,7 +625,11 @@ class Renderer:
             return TokenizedPrompt(truncation.kept(encoded.ids, num_added), [], is_truncated=True)
         self.check_length(len(encoded))
         stop_if_abandoned()
-        return TokenizedPrompt(encoded.ids, map_chunks(segments, self._seed(request), text, encoded.ends))
+        features, digest_ends = (
+            (encoded.features, encoded.digest_ends) if isinstance(encoded, EncodedImages) else ([], [])
+        )
+        chunk_ends = map_chunks(segments, self._seed(request), text, encoded.ends, digest_ends)
+        return TokenizedPrompt(encoded.ids, chunk_ends, mm_features=features)
 
     def _token_prompt(
         self, token_ids: list[int], segments: list[Segment], request: GenerationRequest

@@ -59,9 +59,22 @@ from argosy_engine.layers.norms import (
 from argosy_engine.layers.short_conv import ShortConv, ShortConvWeights
 from argosy_engine.model_configs.rope_config import RopeParameters
 from argosy_engine.model_configs.sharding import WHOLE, WHOLE_MODEL, Shard, Sharding, Stage
+from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.quantized_rows import TakesRows
 
 Params = TypeVar("Params", AttentionParams, LatentAttentionParams)
+
+
+class ImageRotary:
+    """The rotary tables of a model with M-RoPE.
+
+    Args:
+        num_rows: most tokens of a step.
+    """
+
+    def __init__(self, spec: VisionSpec, num_rows: int) -> None:
+        self.spec, self.num_rows = spec, num_rows
+        self.tables: list[RotaryEmbedding] = []
 
 
 class LayerFactory:
@@ -78,6 +91,7 @@ class LayerFactory:
         exchange: of the tokens of several engine cores that divide the experts among them.
         compiler: compiles parts of the layers; None: they run as they are.
         has_output_head: whether there is a projection to the vocabulary. A model that pools has none.
+        image_rotary: of a model with M-RoPE, where its rotary tables are noted.
     """
 
     def __init__(
@@ -93,8 +107,10 @@ class LayerFactory:
         compiler: LayerCompiler | None = None,
         *,
         has_output_head: bool = True,
+        image_rotary: ImageRotary | None = None,
     ) -> None:
         self.weights = weights
+        self._image_rotary = image_rotary
         self.dtype, self.device = weights.dtype, weights.device
         self.max_positions = max_positions
         self._backend = backend
@@ -576,7 +592,9 @@ class LayerFactory:
             return self._absent().output_head(embedding, vocab_size, is_tied=False)
         name, in_features = "lm_head", embedding.weight.shape[1]
         outputs = {name: (self.sharding.tokens(vocab_size),)} if self.sharding.size > 1 else None
-        spec = LinearSpec({name: vocab_size}, in_features, outputs=outputs, keeps_precision=True)
+        spec = LinearSpec(
+            {name: vocab_size}, in_features, outputs=outputs, keeps_precision=True, is_head=True
+        )
         head = self._method.tie(embedding.weight) if is_tied else self._method.load(self.weights, spec)
         if self.sharding.size == 1:
             return head
@@ -584,10 +602,21 @@ class LayerFactory:
 
     def rotary(self, rope: RopeParameters, head_dim: int) -> RotaryEmbedding:
         """Make the tables of a rotary embedding, which layers share."""
-        frequencies = inverse_frequencies(rope, head_dim)
-        return RotaryEmbedding(
-            frequencies, self.max_positions, self.dtype, self.device, rope.attention_scaling, head_dim
+        frequencies, image = inverse_frequencies(rope, head_dim), self._image_rotary
+        axes = None if image is None else image.spec.axes(len(frequencies))
+        rotary = RotaryEmbedding(
+            frequencies,
+            self.max_positions,
+            self.dtype,
+            self.device,
+            rope.attention_scaling,
+            head_dim,
+            axes=axes,
+            num_own_rows=0 if image is None else image.num_rows,
         )
+        if image is not None:
+            image.tables.append(rotary)
+        return rotary
 
     def attention(
         self,

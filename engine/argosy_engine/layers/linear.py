@@ -39,6 +39,8 @@ class LinearSpec:
     """Order into which this process brings its output features; None: as they are."""
     keeps_precision: bool = False
     """Whether weights that the checkpoint does not quantise must stay so: a router's, the output head's."""
+    is_head: bool = False
+    """Whether it is the output head, which may be quantised at load to `HEAD_BITS`."""
 
     @property
     def out_features(self) -> int:

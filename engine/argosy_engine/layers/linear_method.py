@@ -49,6 +49,7 @@ from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, t
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
+    HEAD_BITS,
     INTEGER_BITS,
     QuantizationConfig,
     check_online_quantization,
@@ -258,7 +259,10 @@ def linear_method(
         if (bits := INTEGER_BITS.get(quantization)) is not None:
             assert kernels is not None
             logger.info(
-                "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs", bits
+                "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs, the output head to "
+                "int%d",
+                bits,
+                HEAD_BITS,
             )
             return OnlineIntLinearMethod(bits, kernels)
         return OnlineFp8LinearMethod(quantize_rows())
@@ -355,8 +359,9 @@ def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool)
 class OnlineIntLinearMethod(LinearMethod):
     """Quantises unquantised weights to integers as they are loaded.
 
-    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. Layers whose spec
-    keeps their precision are left as they are, and so are layers whose inputs no group divides.
+    Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. The output head has
+    `HEAD_BITS`, of a tied embedding only in its role as head. Other layers whose spec keeps their precision are left as
+    they are, and so are layers whose inputs no group divides.
 
     Args:
         bits: 8 or 4.
@@ -368,9 +373,10 @@ class OnlineIntLinearMethod(LinearMethod):
         self._bits, self._kernels = bits, kernels
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
-        if spec.keeps_precision:
+        if spec.keeps_precision and not spec.is_head:
             return super().load(weights, spec)
-        return self.make(take_fused(weights, spec), take_bias(weights, spec))
+        bits = HEAD_BITS if spec.is_head else self._bits
+        return self._quantised(take_fused(weights, spec), take_bias(weights, spec), bits)
 
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         if spec.keeps_precision:
@@ -378,7 +384,13 @@ class OnlineIntLinearMethod(LinearMethod):
         return self.make_gated(take_fused(weights, spec), take_bias(weights, spec), activation)
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if (quantized := quantized_weight(weight, self._bits)) is None:
+        return self._quantised(weight, bias, self._bits)
+
+    def tie(self, embedding: torch.Tensor) -> Linear:
+        return self._quantised(embedding, None, HEAD_BITS)
+
+    def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Linear:
+        if (quantized := quantized_weight(weight, bits)) is None:
             return super().make(weight, bias)
         return self._kernels.linear(quantized, bias, weight.dtype)
 

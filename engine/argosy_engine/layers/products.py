@@ -183,7 +183,7 @@ class Fp8Product(Product):
         tensors = {part.name: part.tensors for part in parts}
         weight = ordered(spec, fuse(spec, lambda name: tensors[name][".weight"]))
         scales = _joined([_channel_scales(part) for part in parts])
-        inputs = [part.tensors[".input_scale"] for part in parts if ".input_scale" in part.tensors]
+        inputs = [part.tensors[each.suffix] for part in parts for each in part.scheme.tensors[2:]]
         input_scale: torch.Tensor | None = None
         if (
             inputs
@@ -248,7 +248,7 @@ def _take_blocks(part: StoredWeight, weight: torch.Tensor, scales: torch.Tensor)
 
 def _channel_scales(part: StoredWeight) -> torch.Tensor:
     """Return the scale of each output of an FP8 weight, float32 [out]."""
-    return part.tensors[".weight_scale"].expand(part.shape[0])
+    return part.tensors[part.scheme.tensors[1].suffix].expand(part.shape[0])
 
 
 class IntegerKernels(ABC):

@@ -168,7 +168,7 @@ def _take(
 
 
 def _fp8(_: str, scheme: Fp8Scheme, tensors: Tensors, cut: Cut) -> Reader:
-    weight, scale = tensors[".weight"], tensors[".weight_scale"]
+    weight, scale = tensors[".weight"], tensors[scheme.tensors[1].suffix]
     scales = scale.expand(len(weight)).unsqueeze(1)
     return lambda start, stop: Numbers(weight[start:stop], scales[start:stop], None, weight.shape[1])
 

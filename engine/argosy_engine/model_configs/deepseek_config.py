@@ -11,6 +11,7 @@ from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.llama_config import scaled_positions
+from argosy_engine.model_configs.llama_families import sparse_by_type
 from argosy_engine.model_configs.model_config import (
     ModelConfig,
     NotOurs,
@@ -19,6 +20,7 @@ from argosy_engine.model_configs.model_config import (
     Size,
     flag,
     layer_count,
+    times,
 )
 from argosy_engine.model_configs.rope_config import RopeParameters, shared_rope_fields
 
@@ -211,20 +213,16 @@ def _experts(raw: RawConfig, architecture: str) -> dict[str, Any] | None:
         "has_float32_router": True,
         "inner": fields["moe_intermediate_size"],
         "is_sparse": is_sparse,
-        "shared_size": fields["moe_intermediate_size"] * (fields["n_shared_experts"] or 0),
+        "shared_size": times(fields["moe_intermediate_size"], fields["n_shared_experts"] or 0),
     }
 
 
 def _sparse_layers(raw: RawConfig, architecture: str) -> tuple[bool, ...]:
     """Return whether each layer has experts."""
-    layers = range(layer_count(raw))
-    if architecture != _GLM:
-        first, every = (
-            raw.get("first_k_dense_replace", 3 if architecture == _V3 else 0),
-            raw.get("moe_layer_freq"),
-        )
-        return tuple(index >= first and index % (every or 1) == 0 for index in layers)
-    kinds = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (len(layers) - 1)]
-    if len(kinds) != len(layers) or not {*kinds} <= {"dense", "sparse"}:
-        raise ConfigError(f"mlp_layer_types must be dense or sparse for each of {len(layers)} layers")
-    return tuple(kind == "sparse" for kind in kinds)
+    if architecture == _GLM:
+        return sparse_by_type(raw)
+    first, every = (
+        raw.get("first_k_dense_replace", 3 if architecture == _V3 else 0),
+        raw.get("moe_layer_freq"),
+    )
+    return tuple(index >= first and index % (every or 1) == 0 for index in range(layer_count(raw)))

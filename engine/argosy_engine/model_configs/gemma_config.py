@@ -1,4 +1,4 @@
-"""The configs of Gemma 2 and the text parts of Gemma 3 and Gemma 4: dense, with experts, or with embeddings of each
+"""The configs of Gemma 1 and 2 and the text parts of Gemma 3 and 4: dense, with experts, or with embeddings of each
 layer (Gemma 4 E2B, E4B).
 """
 
@@ -53,6 +53,8 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
     """Scores are divided by its square root."""
     attn_logit_softcapping: Positive | None
     final_logit_softcapping: Positive | None
+    has_output_norms: bool = True
+    """Whether attention and MLP have a norm after them as well."""
 
     @property
     def attention_layers(self) -> tuple[AttentionParams, ...]:
@@ -61,16 +63,16 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def fields_of(cls, raw: RawConfig) -> dict[str, Any]:
-        is_gemma3 = raw["architectures"][0] == "Gemma3ForCausalLM"
-        activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-        if activation != "gelu_pytorch_tanh":
-            raise ConfigError(f"activation {activation!r} is not supported, only gelu_pytorch_tanh")
+        is_gemma1, is_gemma3 = (
+            raw["architectures"][0] == name for name in ("GemmaForCausalLM", "Gemma3ForCausalLM")
+        )
+        cls.check_activation(raw)
         if raw.get("use_bidirectional_attention"):
             raise ConfigError("bidirectional attention is not supported")
         layers = layer_count(raw)
         # Every sixth layer of Gemma 3 is global, and every second one of Gemma 2.
         period = raw.get("sliding_window_pattern", 6) if is_gemma3 else 2
-        positions = raw.get("max_position_embeddings", 8192)
+        positions, head_dim = raw.get("max_position_embeddings", 8192), raw.get("head_dim", 256)
         rope_global, rope_local = _rope(raw, is_gemma3, positions)
         return {
             "vocab_size": raw.get("vocab_size"),
@@ -79,10 +81,12 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
             "num_hidden_layers": layers,
             "num_attention_heads": raw.get("num_attention_heads"),
             "num_key_value_heads": raw.get("num_key_value_heads"),
-            "head_dim": raw.get("head_dim", 256),
+            "head_dim": head_dim,
             "max_position_embeddings": positions,
             "tie_word_embeddings": raw.get("tie_word_embeddings", True),
-            "sliding_windows": sliding_windows_of(
+            "sliding_windows": (None,) * layers
+            if is_gemma1
+            else sliding_windows_of(
                 raw, raw.get("sliding_window", 4096), lambda index: index % period != period - 1
             ),
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
@@ -90,10 +94,37 @@ class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
             "rope_local": rope_local,
             "qk_norm": is_gemma3,
             "attention_bias": raw.get("attention_bias", False),
-            "query_pre_attn_scalar": raw.get("query_pre_attn_scalar", 256),
-            "attn_logit_softcapping": None if is_gemma3 else raw.get("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": raw.get("final_logit_softcapping", None if is_gemma3 else 30.0),
+            "query_pre_attn_scalar": head_dim if is_gemma1 else raw.get("query_pre_attn_scalar", 256),
+            "attn_logit_softcapping": None
+            if is_gemma1 or is_gemma3
+            else raw.get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": None
+            if is_gemma1
+            else raw.get("final_logit_softcapping", None if is_gemma3 else 30.0),
+            "has_output_norms": not is_gemma1,
         }
+
+    @classmethod
+    def check_activation(cls, raw: RawConfig) -> None:
+        """
+        Raises:
+            ConfigError: MLPs have another activation than ours compute.
+        """
+        activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+        if activation != "gelu_pytorch_tanh":
+            raise ConfigError(f"activation {activation!r} is not supported, only gelu_pytorch_tanh")
+
+
+class Gemma1Config(GemmaConfig, frozen=True, kw_only=True):
+    """Gemma (arXiv 2403.08295): Gemma 2 without local attention, soft caps and norms of outputs."""
+
+    refused_dtypes: ClassVar = {}
+
+    @classmethod
+    def check_activation(cls, raw: RawConfig) -> None:
+        # Published configs say gelu and mean its approximation; transformers reads no `hidden_activation` here.
+        if (activation := raw.get("hidden_act", "gelu_pytorch_tanh")) not in ("gelu", "gelu_pytorch_tanh"):
+            raise NotOurs(f"activation {activation!r} is not supported, only gelu_pytorch_tanh")
 
 
 def _rope(raw: RawConfig, is_gemma3: bool, positions: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,14 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.experts_config import ExpertNames
 from argosy_engine.model_configs.llama_config import LlamaConfig
 from argosy_engine.model_configs.llama_families import GRANITE_EXPERTS, granite, mixtral_experts, qwen_sparse
-from argosy_engine.model_configs.model_config import NotOurs, Positive, RawConfig, flag, layer_count
+from argosy_engine.model_configs.model_config import (
+    NotOurs,
+    Positive,
+    RawConfig,
+    flag,
+    layer_count,
+    times,
+)
 from argosy_engine.model_configs.rope_config import shared_rope_fields
 
 LayerType = Literal["linear_attention", "full_attention", "hybrid", "mlp", "moe"]
@@ -201,7 +208,7 @@ def _granite_hybrid(raw: RawConfig) -> dict[str, Any]:
     rotates = raw.get("position_embedding_type") == "rope"
     shared = raw.get("shared_intermediate_size", 1024)
     fields: dict[str, Any] = {
-        **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
+        **_mamba(raw, times(raw.get("mamba_expand", 2), raw["hidden_size"])),
         **granite(raw),
         "layer_types": _layer_types(kinds),
         "unrotated_layers": () if rotates else tuple(range(layers)),
@@ -222,7 +229,7 @@ def _bamba(raw: RawConfig) -> dict[str, Any]:
     part = (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).get("partial_rotary_factor")
     kinds = ["attention" if index in with_attention else "mamba" for index in range(layer_count(raw))]
     return {
-        **_mamba(raw, raw.get("mamba_expand", 2) * raw["hidden_size"]),
+        **_mamba(raw, times(raw.get("mamba_expand", 2), raw["hidden_size"])),
         "layer_types": _layer_types(kinds),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
         "num_key_value_heads": raw.get("num_key_value_heads", 8) or raw.get("num_attention_heads"),
@@ -234,7 +241,7 @@ def _bamba(raw: RawConfig) -> dict[str, Any]:
 def _falcon_h1(raw: RawConfig) -> dict[str, Any]:
     layers, inner = layer_count(raw), raw.get("mamba_d_ssm", 1024)
     if inner is None:
-        inner = raw.get("mamba_expand", 2) * raw["hidden_size"]
+        inner = times(raw.get("mamba_expand", 2), raw["hidden_size"])
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     norm = None
     if raw.get("mamba_rms_norm", False):

@@ -1,6 +1,6 @@
 """LlamaConfig: the config of Llama and of the decoders that differ from it by what their configs say
-(`llama_families`). LayerNormConfig: of those with LayerNorms and what these come with: Cohere's blocks side by side,
-StarCoder 2's MLP without a gate.
+(`llama_families`). LayerNormConfig: of those with LayerNorms and what these come with: blocks side by side (Cohere,
+StableLM), StarCoder 2's MLP without a gate.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from argosy_engine.model_configs.model_config import (
     flag,
     layer_count,
     sliding_windows_of,
+    times,
 )
 from argosy_engine.model_configs.rope_config import QueryTemperature, RopeParameters, shared_rope_fields
 
@@ -165,9 +166,9 @@ class LlamaConfig(ModelConfig, frozen=True, kw_only=True):
 def scaled_positions(rope: dict[str, Any], positions: Any) -> Any:
     """Return the context length. Linear and YaRN scaling extend the config's value; Llama 3's already includes it."""
     if rope["kind"] == "linear":
-        return int(positions * rope["factor"])
+        return int(times(positions, rope["factor"]))
     if rope["kind"] == "yarn":
-        return max(positions, int(rope["original_max_position_embeddings"] * rope["factor"]))
+        return max(positions, int(times(rope["original_max_position_embeddings"], rope["factor"])))
     return positions
 
 
@@ -179,7 +180,7 @@ class LayerNormConfig(LlamaConfig, frozen=True, kw_only=True):
 
     has_norm_bias: bool
     is_parallel: bool
-    """Whether attention and MLP get the same, and there is one norm before both (Cohere)."""
+    """Whether attention and MLP get the same, and there is one norm before both (Cohere, some of StableLM)."""
     activation: PlainActivation | None = None
     """Of MLPs without a gate; None: they have one, with SiLU."""
 
@@ -195,6 +196,7 @@ class LayerNormConfig(LlamaConfig, frozen=True, kw_only=True):
         return {
             "CohereForCausalLM": _cohere,
             "Cohere2ForCausalLM": _cohere2,
+            "StableLmForCausalLM": _stablelm,
             "Starcoder2ForCausalLM": _starcoder2,
         }[raw["architectures"][0]](raw)
 
@@ -226,6 +228,21 @@ def _cohere2(raw: RawConfig) -> dict[str, Any]:
         "rope_theta": 1e4,
         "sliding_windows": windows,
         "unrotated_layers": tuple(index for index, each in enumerate(windows) if each is None),
+    }
+
+
+def _stablelm(raw: RawConfig) -> dict[str, Any]:
+    if flag(raw, "qk_layernorm"):
+        raise NotOurs("qk_layernorm, a LayerNorm for each head, is not supported")
+    return {
+        "rms_norm_eps": raw.get("layer_norm_eps", 1e-5),
+        "has_norm_bias": True,
+        "is_parallel": flag(raw, "use_parallel_residual"),
+        "attention_bias": flag(raw, "use_qkv_bias"),
+        "output_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 0.25,
+        "positions": raw.get("max_position_embeddings", 4096),
     }
 
 

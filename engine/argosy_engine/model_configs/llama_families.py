@@ -16,6 +16,7 @@ from argosy_engine.model_configs.model_config import (
     flag,
     layer_count,
     sliding_windows_of,
+    times,
 )
 from argosy_engine.model_configs.rope_config import rope_fields
 
@@ -85,6 +86,19 @@ def _qwen3(raw: RawConfig) -> dict[str, Any]:
         "attention_bias": has_bias,
         "output_bias": has_bias,
     }
+
+
+def sparse_by_type(raw: RawConfig) -> tuple[bool, ...]:
+    """Return which layers have experts, by `mlp_layer_types`; without it all but the first.
+
+    Raises:
+        ConfigError: the list is of another length, or has other types.
+    """
+    layers = layer_count(raw)
+    kinds = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ConfigError(f"mlp_layer_types must be dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def qwen_sparse(raw: RawConfig) -> tuple[bool, ...]:
@@ -420,7 +434,7 @@ def _ernie4_5_moe(raw: RawConfig) -> dict[str, Any]:
             "is_sparse": tuple(
                 (index + 1) % every == 0 and first <= index <= last for index in range(layers)
             ),
-            "shared_size": inner * raw.get("moe_num_shared_experts", 2),
+            "shared_size": times(inner, raw.get("moe_num_shared_experts", 2)),
             "names": ExpertNames(correction="moe_statics.e_score_correction_bias"),
         },
     }
@@ -475,7 +489,7 @@ def _glm4_moe(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 1)),
-            "shared_size": inner * raw.get("n_shared_experts", 1),
+            "shared_size": times(inner, raw.get("n_shared_experts", 1)),
         },
     }
 
@@ -495,7 +509,36 @@ def _solar_open(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _all(raw, True),
-            "shared_size": inner * raw.get("n_shared_experts", 1),
+            "shared_size": times(inner, raw.get("n_shared_experts", 1)),
+        },
+    }
+
+
+def _hy_v3(raw: RawConfig) -> dict[str, Any]:
+    inner, counted = raw.get("moe_intermediate_size", 1536), raw.get("num_local_experts")
+    return {
+        "head_dim": _head_dim(raw, 128),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-5),
+        "qk_norm": "head",
+        "rope_theta": 11158840.0,
+        "positions": raw.get("max_position_embeddings", 131072),
+        "num_multi_token_layers": raw.get("num_nextn_predict_layers") or 0,
+        "experts": {
+            "routing": {
+                "num_experts": raw.get("num_experts", 192) if counted is None else counted,
+                "experts_per_token": raw.get("num_experts_per_tok", 8),
+                "scores": "sigmoid",
+                "normalises": True,
+                "scaling": raw.get("router_scaling_factor", 2.826),
+                "has_correction": True,
+            },
+            "has_float32_router": True,
+            "inner": inner,
+            "is_sparse": sparse_by_type(raw),
+            # With none transformers makes one of the size of a dense layer's MLP.
+            "shared_size": times(inner, raw.get("num_shared_experts", 1)) or raw.get("intermediate_size"),
+            "shared": "shared_mlp",
+            "names": ExpertNames(router="router.gate", correction="expert_bias"),
         },
     }
 
@@ -517,7 +560,7 @@ def _dots1(raw: RawConfig) -> dict[str, Any]:
             "has_float32_router": True,
             "inner": inner,
             "is_sparse": _first_dense(raw, raw.get("first_k_dense_replace", 0)),
-            "shared_size": inner * (raw.get("n_shared_experts") or 0),
+            "shared_size": times(inner, raw.get("n_shared_experts") or 0),
         },
     }
 
@@ -588,6 +631,7 @@ DIFFERENCES: Mapping[str, Callable[[RawConfig], dict[str, Any]]] = {
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "HYV3ForCausalLM": _hy_v3,
     "HeliumForCausalLM": _helium,
     "Llama4ForCausalLM": _llama4,
     "LlamaForCausalLM": _llama,
@@ -615,10 +659,10 @@ KV_HEADS = {
     for count, names in (
         (2, "Ernie4_5 Glm Glm4 Starcoder2"),
         (4, "Ernie4_5_Moe Qwen3Moe SmolLM3"),
-        (8, "Glm4Moe GptOss Llama4 MiniMaxM2 Ministral3 Mistral Mixtral SeedOss SolarOpen"),
+        (8, "Glm4Moe GptOss HYV3 Llama4 MiniMaxM2 Ministral3 Mistral Mixtral SeedOss SolarOpen"),
         (16, "Qwen2Moe"),
         (20, "Helium"),
-        (32, "Dots1 Exaone4 Qwen2 Qwen3"),
+        (32, "Dots1 Exaone4 Qwen2 Qwen3 StableLm"),
     )
     for name in names.split()
 }

@@ -23,6 +23,7 @@ from argosy_engine.attention.params import (
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.model_use import PoolingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
+from argosy_engine.model_configs.vision_config import VisionSpec
 
 
 def may_not_read(folder: Path, file: Path) -> ConfigError:
@@ -107,6 +108,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Whether config.json names code of its own, in whose place ours or transformers' runs."""
     wrapper: str | None = None
     """Architecture of the checkpoint if this is its text part (`wrapper_config`)."""
+    vision: VisionSpec | None = None
+    """How the checkpoint's encoder sees images; None: only texts are served."""
     pooling: PoolingSpec | None = None
     """What it computes if it is served for pooling; None: it generates."""
 
@@ -283,6 +286,18 @@ def layer_count(raw: RawConfig, name: str = "num_hidden_layers") -> int:
         return msgspec.convert(raw.get(name), LayerCount)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def times(first: Any, second: Any) -> Any:
+    """Multiply two values of config.json, where a text would be repeated, perhaps until the memory is full.
+
+    Raises:
+        ConfigError: one of them is not a number.
+    """
+    for value in (first, second):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"malformed: {str(value)[:80]!r} is not a number")
+    return first * second
 
 
 def flag(raw: RawConfig, name: str, default: bool = False) -> bool:

@@ -30,6 +30,8 @@ from argosy_engine.model_configs.weight_schemes import (
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """Values of `--quantization` that quantise to integers, and their bits."""
+HEAD_BITS = 8
+"""Of the output head, whatever the layers have: its rounding is seen in every log probability."""
 
 PACKED_SCHEMES = (GptqScheme, AwqScheme, PackedIntScheme, IntScheme, Bnb8Scheme)
 """Integers, by which kernels multiply as they are packed (`no_packed_product`)."""
@@ -53,6 +55,8 @@ _EXPRESSION = re.compile(rf"\^?(?:{_ATOM}[*+]?)*\$?", re.ASCII)
 _WORD = r"(?:[\w/ -]|\\[._-])+"
 _ALTERNATIVES = re.compile(rf"\((?:\?:)?{_WORD}(?:\|{_WORD}){{1,15}}\)(?![*+?{{])", re.ASCII)
 """One of a few words, of which an expression may have one place: its time grows with their number."""
+SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+_EXPERTS = ".experts."
 _DIGITS_REPEATED = re.compile(rf"(?:{_DIGIT})[*+]")
 
 
@@ -68,6 +72,8 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
     ignored: tuple[str, ...] = ()
     """Linear layers that are not quantised: names of layers or of modules that contain them, with `*` for any text, or
     simple regular expressions after `re:`."""
+    skips_as_transformers: bool = False
+    """Whether `ignored` is transformers' `modules_to_not_convert` (`layer_names_of_transformers`)."""
     rules: tuple[tuple[str, Scheme | None], ...] = ()
     """Schemes of layers by name or by a regular expression after `re:`. Names count before expressions, and of these
     the first that matches."""
@@ -193,7 +199,8 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def with_stored_layers(self, names: Collection[str]) -> QuantizationConfig:
-        """Return this with the layers that a checkpoint stores unquantised, though no list of exceptions names them.
+        """Return this with the layers that a checkpoint stores unquantised, though no list of exceptions names them,
+        and with the names that it gives to scales.
 
         Args:
             names: of all tensors.
@@ -202,14 +209,30 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         is_told = [scheme for scheme in self.schemes if scheme.is_told_by_storage]
         ends = {each.tensors[1].suffix for each in is_told}
         plain = {layer for layer in found if not any(layer + end in names for end in ends)}
-        return replace(self, plain=frozenset(plain if is_told else ()))
+        default = self.default
+        if self.skips_as_transformers and isinstance(default, Fp8Scheme):
+            is_of_transformers = any(name.endswith(".weight_scale_inv") for name in names)
+            default = replace(default, is_of_transformers=is_of_transformers)
+        return replace(self, default=default, plain=frozenset(plain if is_told else ()))
 
     def _is_ignored(self, layer: str) -> bool:
         if not self._names.isdisjoint(_modules(layer)):
             return True
+        if self.skips_as_transformers and self._is_skipped(layer):
+            return True
         if any(pattern.match(layer) for pattern in self._expressions):
             return True
         return any(glob.match(module) for glob in self._globs for module in _modules(layer))
+
+    def _is_skipped(self, layer: str) -> bool:
+        """Whether transformers does not convert the module of a layer (`quantizers_utils.should_convert_module`). It
+        converts the experts of a layer as one module."""
+        experts = layer.find(_EXPERTS)
+        module = layer if experts < 0 else layer[: experts + len(_EXPERTS) - 1]
+        if (found := self._skipped.get(module)) is None:
+            found = module.endswith(self._ends) or any(pattern.match(module) for pattern in self._skips)
+            self._skipped[module] = found
+        return found
 
     def _scheme(self, layer: str) -> Scheme | None:
         if layer in self._named_rules:
@@ -239,15 +262,37 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        return frozenset(each for each in self.ignored if not _is_pattern(each))
+        return frozenset(each for each in self.ignored if not self._is_expression(each))
 
     @cached_property
     def _globs(self) -> list[re.Pattern[str]]:
         return [
             re.compile(translate(each))
             for each in self.ignored
-            if _is_pattern(each) and not each.startswith("re:")
+            if _is_pattern(each) and not each.startswith("re:") and not self._is_skip(each)
         ]
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    @cached_property
+    def _skips(self) -> list[re.Pattern[str]]:
+        """Expressions of transformers, which match from the start of a name up to where that of a module ends."""
+        return [
+            re.compile(rf"(?:{each})(?:(?<=\.)|(?=\.|$))") for each in self.ignored if self._is_skip(each)
+        ]
+
+    @cached_property
+    def _skipped(self) -> dict[str, bool]:
+        """What `_is_skipped` has found, by module."""
+        return {}
+
+    def _is_skip(self, name: str) -> bool:
+        return self.skips_as_transformers and _is_skip(name)
+
+    def _is_expression(self, name: str) -> bool:
+        return _is_pattern(name) or self._is_skip(name)
 
     @cached_property
     def _expressions(self) -> list[re.Pattern[str]]:
@@ -311,6 +356,21 @@ def no_mxfp4_product(device: str, dtype: str, uses_triton: bool) -> str | None:
 
 def _is_pattern(name: str) -> bool:
     return name.startswith("re:") or "*" in name
+
+
+def _is_skip(name: str) -> bool:
+    """Whether a name of transformers' `modules_to_not_convert` matches as a regular expression only."""
+    if not _has_operators(name):
+        return False
+    try:
+        re.compile(name)
+    except (re.error, OverflowError, RecursionError):
+        return False  # such as `*.mlp.gate`, which only other programs read
+    return True
+
+
+def _has_operators(name: str) -> bool:
+    return not name.startswith("re:") and bool(SPECIAL.search(name) or name.endswith("."))
 
 
 def _modules(layer: str) -> Iterator[str]:
@@ -453,16 +513,34 @@ def layer_names(value: Any) -> tuple[str, ...]:
             f"a list of layers in quantization_config has more than {_MAX_IGNORED} names, or one of more than "
             f"{_MAX_PATTERN} characters"
         )
-    if sum(map(_is_pattern, names)) > _MAX_PATTERNS:
-        raise ConfigError(
-            f"a list of layers in quantization_config has more than {_MAX_PATTERNS} patterns; write the names out"
-        )
+    _check_number(sum(map(_is_pattern, names)))
     for each in names:
         if each.startswith("re:"):
             _check_expression(each[3:])
         elif each.count("*") > _MAX_STARS:
             raise ConfigError(f"the pattern {each!r} of layers in quantization_config has too many *")
     return tuple(names)
+
+
+def layer_names_of_transformers(value: Any) -> tuple[str, ...]:
+    """Return transformers' `modules_to_not_convert`: ends of names of layers, names of layers and of modules that
+    contain them, and regular expressions for these, from their start. A dot in a name stands for itself.
+
+    Raises:
+        ConfigError: see `layer_names`.
+    """
+    names = layer_names(value)
+    _check_number(sum(map(_has_operators, names)))
+    for each in filter(_is_skip, names):
+        _check_expression(each)
+    return names
+
+
+def _check_number(num_patterns: int) -> None:
+    if num_patterns > _MAX_PATTERNS:
+        raise ConfigError(
+            f"a list of layers in quantization_config has more than {_MAX_PATTERNS} patterns; write the names out"
+        )
 
 
 def _check_expression(pattern: str) -> None:

@@ -5,13 +5,17 @@ What is not read is refused by name before any weight is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from argosy_engine.errors import OTHER_ENGINES, ConfigError
-from argosy_engine.model_configs.quantization_config import QuantizationConfig, layer_names
+from argosy_engine.model_configs.quantization_config import (
+    SPECIAL,
+    QuantizationConfig,
+    layer_names,
+    layer_names_of_transformers,
+)
 from argosy_engine.model_configs.weight_schemes import (
     AwqScheme,
     BlockFp8Scheme,
@@ -193,13 +197,19 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     scheme = raw.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise _refused(f"FP8 with activation_scheme {scheme!r}")
-    ignored = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
+    # The other is vLLM's name of it.
+    lists = [raw.get(name) for name in ("modules_to_not_convert", "ignored_layers")]
+    skipped = lists[0] or lists[1]
+    if lists == [None, None]:
+        skipped = ("lm_head",)
     if block is not None and scheme == "static":
         raise _refused("FP8 with scales per block and static activations")
-    found: Scheme = Fp8Scheme(is_static=scheme == "static")
+    # Only transformers writes that there are no blocks.
+    found: Scheme = Fp8Scheme(is_static=scheme == "static", is_of_transformers="weight_block_size" in raw)
     if block is not None:
         found = BlockFp8Scheme(block=block, scale=".weight_scale_inv")
-    return QuantizationConfig(method="fp8", default=found, ignored=layer_names(ignored))
+    names = layer_names_of_transformers(skipped)
+    return QuantizationConfig(method="fp8", default=found, ignored=names, skips_as_transformers=True)
 
 
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -278,7 +288,7 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
 
     rules = []
     for name, changes in _mapping(raw.get("extra_config") or {}, "extra_config").items():
-        if _SPECIAL.search(name):  # a regular expression that is searched for
+        if SPECIAL.search(name):  # a regular expression that is searched for
             name = "re:" + ("" if name.startswith(("^", ".*")) else ".*") + name
         rules.append((name, scheme({**raw, **_mapping(changes, "extra_config")})))
     layer_names([name for name, _ in rules])
@@ -288,9 +298,6 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
         rules=tuple(rules),
         ignored=() if "lm_head" in dict(rules) else ("lm_head",),
     )
-
-
-_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 def _bitsandbytes(raw: Mapping[str, Any]) -> QuantizationConfig:

@@ -115,7 +115,7 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
                 f"sound, whose text part could be served; serve a decoder, {OTHER_ENGINES}"
             )
         version = _transformers_version()
-        unquantised = _without_quantization(dict(raw))
+        unquantised = without_quantization(dict(raw))
         fields = json.dumps(unquantised, sort_keys=True)
         whole = read_hf_config(unquantised)
         for name in _known_fields(type(whole)):
@@ -154,10 +154,10 @@ class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
         }
 
 
-def _without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
+def without_quantization(raw: RawConfig) -> dict[str, Any]:
     """Return a config of weights that are widened before transformers' loader reads them."""
     return {
-        name: _without_quantization(value) if name.endswith("_config") and isinstance(value, dict) else value
+        name: without_quantization(value) if name.endswith("_config") and isinstance(value, dict) else value
         for name, value in raw.items()
         if name not in ("quantization_config", "compression_config")
     }

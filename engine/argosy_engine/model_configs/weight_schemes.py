@@ -179,16 +179,21 @@ class Fp8Scheme(Scheme, frozen=True):
     """Whether inputs have a scale in the checkpoint, rather than one per token and step."""
     is_weight_only: bool = False
     """Whether inputs are not to be quantised, so that weights are widened on every device."""
+    is_of_transformers: bool = False
+    """Whether scales have the names that transformers gives them."""
 
     @property
     def tensors(self) -> tuple[SchemeTensor, ...]:
+        of_weight, of_inputs = ".weight_scale", ".input_scale"
+        if self.is_of_transformers:
+            of_weight, of_inputs = ".weight_scale_inv", ".activation_scale"
         scale: tuple[Axis | int, ...] = (Axis("out"),) if self.is_per_channel else (1,)
         found = [
             SchemeTensor(".weight", "F8_E4M3", (Axis("out"), Axis("in"))),
-            SchemeTensor(".weight_scale", None, scale, is_positive=True),
+            SchemeTensor(of_weight, None, scale, is_positive=True),
         ]
         if self.is_static:
-            found.append(SchemeTensor(".input_scale", None, (1,), is_positive=True))
+            found.append(SchemeTensor(of_inputs, None, (1,), is_positive=True))
         return tuple(found)
 
     @property

@@ -154,6 +154,15 @@ def text_tensors(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
     return found
 
 
+def encoder_elements(elements: Mapping[str, int]) -> int:
+    """Return the number of elements of a wrapper's tensors that belong to its encoder of images.
+
+    Args:
+        elements: of each tensor of the checkpoint, by its name there.
+    """
+    return sum(count for name, count in elements.items() if _OTHER_PARTS.match(name))
+
+
 def without_parts(tensors: Mapping[str, _Value], parts: Iterable[str]) -> dict[str, _Value]:
     """Return a wrapper's tensors without those of parts that are not served.
 

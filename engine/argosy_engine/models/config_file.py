@@ -8,6 +8,7 @@ Must not know torch: the command line checks models with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ from argosy_engine.model_configs.transformers_config import (
     TransformersConfig,
     config_class_name,
     read_hf_config,
+    without_quantization,
 )
+from argosy_engine.model_configs.vision_config import SEEING_WRAPPERS, VisionSpec, vision_spec
 from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
@@ -47,6 +50,8 @@ from argosy_engine.model_configs.wrapper_config import (
 from argosy_engine.models import registry
 from argosy_engine.models.pooling_file import pooling_spec
 from argosy_fetcher.errors import UnsupportedModel
+
+logger = logging.getLogger("argosy.models")
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 REPLACED_CODE = (
@@ -148,6 +153,8 @@ def parse_config(
         "quantization": quantization if wrapper is None else text_quantization(quantization),
         "replaced_code": replaced_code,
     }
+    if wrapper in SEEING_WRAPPERS and registry.is_native(architecture, model_impl):
+        common["vision"] = _vision(whole)
     try:
         return _config(raw, architecture, model_impl, common)
     except NotOurs as reason:
@@ -159,6 +166,16 @@ def parse_config(
             return _config(raw, architecture, "transformers", common)
         except ConfigError as error:
             raise ConfigError(f"{reason}, and by transformers' code: {error}") from None
+
+
+def _vision(raw: _WatchedConfig) -> VisionSpec | None:
+    """Return how a wrapper sees images; None: its config does not tell, so that texts alone are served."""
+    fields = without_quantization(raw)
+    try:
+        return vision_spec(fields, read_hf_config(fields))
+    except ConfigError as error:
+        logger.warning("texts alone are served, and no images: %s", error)
+        return None
 
 
 def _config(

@@ -175,8 +175,11 @@ class Decoder(ABC, Generic[LayerT]):
         """Compute hidden states [T, hidden_size]; see `CausalLM.forward`."""
         x = self.embed(inputs)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        deepstack = inputs.deepstack
+        for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, inputs.meta)
+            if deepstack is not None and index < len(deepstack.features):
+                x.index_add_(0, deepstack.rows, deepstack.features[index])
         return x if residual is None else residual.add_(x)
 
     def last_hidden_state(self, hidden: torch.Tensor) -> torch.Tensor:

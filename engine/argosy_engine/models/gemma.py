@@ -1,8 +1,8 @@
-"""Gemma 2, 3 and 4 (text): norms before and after each block, GeGLU, local and global attention layers.
+"""Gemma 1 to 4 (text): norms before and, but in the first, after each block, GeGLU, local and global attention layers.
 
 Differences from Llama's decoder: RMSNorm multiplies by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and
-scores are divided by sqrt(query_pre_attn_scalar). Gemma 3 uses different RoPE bases in local and global layers; Gemma 2
-soft-caps logits.
+scores are divided by sqrt(query_pre_attn_scalar). Gemma 1 has no local layers; Gemma 2 soft-caps logits; Gemma 3 uses
+different RoPE bases in local and global layers.
 
 Gemma 4 has a norm of values, and global layers with heads of another size. Layers may take their keys as values, have
 experts beside their MLPs, get an embedding of the token of their own, and attend to the keys and values of an earlier
@@ -58,18 +58,21 @@ class GemmaLayer:
         index: int,
         params: AttentionParams,
         rotary: RotaryEmbedding,
-        previous_norm: RMSNorm | None,
+        previous: GemmaLayer | None,
     ) -> None:
-        self.previous_norm = previous_norm
-        """The last layer's `post_mlp_norm`."""
+        self._is_first = previous is None
+        self.previous_norm: RMSNorm | None = None if previous is None else previous.post_mlp_norm
         prefix = f"model.layers.{index}."
         eps, hidden, head_dim = config.rms_norm_eps, config.hidden_size, params.head_dim
-        self.post_attention_norm = factory.rms_norm(
-            prefix + "post_attention_layernorm", hidden, eps, adds_one=True
-        )
-        self.post_mlp_norm = factory.rms_norm(
-            prefix + "post_feedforward_layernorm", hidden, eps, adds_one=True
-        )
+        self.post_attention_norm: RMSNorm | None = None
+        self.post_mlp_norm: RMSNorm | None = None
+        mlp_norm = "post_attention_layernorm"
+        if config.has_output_norms:
+            self.post_attention_norm, self.post_mlp_norm = (
+                factory.rms_norm(f"{prefix}post_{part}_layernorm", hidden, eps, adds_one=True)
+                for part in ("attention", "feedforward")
+            )
+            mlp_norm = "pre_feedforward_layernorm"
         attention = prefix + "self_attn."
         self.qkv = factory.qkv_linear(
             [attention + name for name in ("q_proj", "k_proj", "v_proj")],
@@ -90,9 +93,7 @@ class GemmaLayer:
         self.mlp = GatedMLP(
             factory, prefix + "mlp.", hidden, config.intermediate_size, activation="gelu_pytorch_tanh"
         )
-        self.pre_mlp_norm = factory.input_norm(
-            prefix + "pre_feedforward_layernorm", hidden, eps, feeds=self.mlp, adds_one=True
-        )
+        self.pre_mlp_norm = factory.input_norm(prefix + mlp_norm, hidden, eps, feeds=self.mlp, adds_one=True)
         self.attention = factory.attention(
             params, AttentionWeights(rotary, q_norm, k_norm, eps), prefix=attention, feeds=self.output
         )
@@ -103,8 +104,8 @@ class GemmaLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `decoder.Layer`. The output has to be normed by `post_mlp_norm` before it is added to the residual: that
-        is left to the next layer's norm as well, which reads both anyway."""
+        """See `decoder.Layer`. The output has to be normed by `post_mlp_norm`, if there is one, before it is added to
+        the residual: that is left to the next layer's norm as well, which reads both anyway."""
         if residual is None:
             residual, qkv = x, self.qkv(self.input_norm(x))
         else:
@@ -124,7 +125,7 @@ class GemmaLayer:
     def parts_to_compile(self) -> list[CompilablePart]:
         widths = self._hidden, self._hidden
         parts = [CompilablePart(self._feed_forward, widths)]
-        if self.previous_norm is not None:  # not in the first layer
+        if not self._is_first:
             parts.insert(0, CompilablePart(self._project, widths))
         return parts
 
@@ -144,8 +145,8 @@ class Gemma(GemmaDecoder[GemmaLayer]):
         layers: list[GemmaLayer] = []
         for index, params in factory.own_layers(config.attention_layers, AttentionParams):
             rotary = rotary_global if config.sliding_windows[index] is None else rotary_local
-            previous_norm = layers[-1].post_mlp_norm if layers else None
-            layers.append(GemmaLayer(config, factory, index, params, rotary, previous_norm))
+            previous = layers[-1] if layers else None
+            layers.append(GemmaLayer(config, factory, index, params, rotary, previous))
         return layers
 
     @property
@@ -157,7 +158,10 @@ class Gemma(GemmaDecoder[GemmaLayer]):
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, inputs.meta)
-        return x if residual is None else residual.add_(self.layers[-1].post_mlp_norm(x))
+        if residual is None:
+            return x
+        norm = self.layers[-1].post_mlp_norm
+        return residual.add_(x if norm is None else norm(x))
 
 
 class Gemma4Attention:

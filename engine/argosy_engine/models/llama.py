@@ -1,5 +1,5 @@
 """Llama, and the decoders that differ from it by their configs (`llama_families` lists them); those with LayerNorms:
-Cohere's Command R and Command R7B, StarCoder 2 (arXiv 2402.19173).
+Cohere's Command R and Command R7B, StableLM 2 (arXiv 2402.17834), StarCoder 2 (arXiv 2402.19173).
 
 The input is a step's flattened batch of T tokens; the attention backend writes and reads the KV cache. Projections are
 fused (q, k, v; gate, up), so a layer takes four matrix products.
@@ -309,7 +309,7 @@ class Llama(Decoder[LlamaLayer]):
         return [layer.attention for layer in self.layers]
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        if self.fused is not None:
+        if self.fused is not None and inputs.deepstack is None:
             return self.fused(self.embed(inputs), inputs.meta)
         return super().forward(inputs)
 

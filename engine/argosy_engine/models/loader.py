@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -30,16 +30,20 @@ from argosy_engine.distributed.parallel_state import Communicator
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import TokenExchange
 from argosy_engine.layers.layer_compiler import LayerCompiler
-from argosy_engine.layers.layer_factory import LayerFactory
+from argosy_engine.layers.layer_factory import ImageRotary, LayerFactory
 from argosy_engine.layers.linear_method import linear_method, planned_linear_method
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import what_becomes
 from argosy_engine.model_configs.sharding import WHOLE, WHOLE_MODEL, Sharding, Stage
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
+from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.model_configs.wrapper_config import without_parts
 from argosy_engine.models import registry
 from argosy_engine.models.decoder import PooledModel
 from argosy_engine.models.registry import CausalLM
+
+if TYPE_CHECKING:
+    from argosy_engine.models.image_encoder import ImageEncoder
 
 logger = logging.getLogger("argosy.models")
 
@@ -52,10 +56,22 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedImages:
+    """What a model sees images by."""
+
+    spec: VisionSpec
+    encoder: ImageEncoder
+    rotary: ImageRotary
+    """Of a model without M-RoPE it has no tables."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: CausalLM
     elements: dict[str, int]
     """Number of elements that the model took of each tensor, by name."""
+    images: LoadedImages | None = None
+    """None: only texts are served."""
 
 
 def complete_config(config: ModelConfig, tensor_parallel_size: int = 1) -> ModelConfig:
@@ -113,6 +129,7 @@ def load_model(
     exchange: TokenExchange | None = None,
     compiler: LayerCompiler | None = None,
     on_read: Callable[[int, int], None] | None = None,
+    max_step_tokens: int = 0,
 ) -> LoadedModel:
     """Build the model with its weights on the device.
 
@@ -127,6 +144,7 @@ def load_model(
         exchange: of tokens with other engine cores, if the experts are divided among them.
         compiler: compiles parts of the layers.
         on_read: called while weights are read, with the bytes read and their total.
+        max_step_tokens: most tokens of a step, if images are served.
 
     Raises:
         ConfigError: the checkpoint is damaged, its tensors do not match its config, or the model cannot run in `dtype`.
@@ -178,6 +196,9 @@ def load_model(
         is_traceable=compiler is not None,
     )
 
+    spec = config.vision
+    image_rotary = None if spec is None else ImageRotary(spec, max_step_tokens)
+
     def build(weights: Weights) -> CausalLM:
         factory = LayerFactory(
             weights,
@@ -190,15 +211,28 @@ def load_model(
             exchange=exchange,
             compiler=compiler,
             has_output_head=config.pooling is None,
+            image_rotary=image_rotary if spec is not None and spec.mrope_section else None,
         )
         return _build(config, factory)
+
+    def with_images(model: CausalLM, elements: dict[str, int]) -> LoadedModel:
+        if spec is None or image_rotary is None:
+            return LoadedModel(model, elements)
+        from argosy_engine.models.image_encoder import load_image_encoder
+
+        drawn = seed if load_format == "dummy" else None
+        encoder = load_image_encoder(path, spec, config.hidden_size, dtype=dtype, device=device, seed=drawn)
+        if encoder is None:
+            return LoadedModel(model, elements)
+        images = LoadedImages(spec, encoder, image_rotary)
+        return LoadedModel(model, elements, images)
 
     with torch.inference_mode():
         plan = taken = plan_weights(config, dtype)
         if sharding != WHOLE or stage != WHOLE_MODEL:
             taken = plan_weights(config, dtype, sharding, stage)
         if reader is None:
-            return LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements)
+            return with_images(build(DummyWeights(dtype, device, seed)), taken.elements)
         reader.check(
             plan,
             [
@@ -215,7 +249,7 @@ def load_model(
         ):
             reader.on_read = progress.advance
             model = build(reader)
-        return LoadedModel(model, taken.elements)
+        return with_images(model, taken.elements)
 
 
 def _load_transformers(

@@ -98,6 +98,7 @@ _FAMILIES = {
     **{f"{name}ForCausalLM": _family(name, *_FALCON) for name in ("Bloom", "Falcon", "Mpt")},
     "FalconH1ForCausalLM": _family("FalconH1", *_MAMBA),
     "GPT2LMHeadModel": _family("GPT2", "gpt2_config:GPT2Config", "gpt2:GPT2"),
+    "GemmaForCausalLM": _family("Gemma", "gemma_config:Gemma1Config", _GEMMA[1]),
     "Gemma2ForCausalLM": _family("Gemma2", *_GEMMA),
     "Gemma3ForCausalLM": _family("Gemma3Text", *_GEMMA),
     "Gemma4ForCausalLM": _family("Gemma4Text", "gemma_config:Gemma4Config", "gemma:Gemma4"),
@@ -108,7 +109,10 @@ _FAMILIES = {
     _NEMOTRON: _family("NemotronH", _MAMBA[0], "mamba_hybrid:NemotronH"),
     "OPTForCausalLM": _family("OPT", "gpt2_config:OPTConfig", "gpt2:OPT"),
     "XGLMForCausalLM": _family("XGLM", "gpt2_config:XGLMConfig", "gpt2:XGLM"),
-    **{f"{name}ForCausalLM": _family(name, *_LAYER_NORM) for name in ("Cohere", "Cohere2", "Starcoder2")},
+    **{
+        f"{name}ForCausalLM": _family(name, *_LAYER_NORM)
+        for name in ("Cohere", "Cohere2", "StableLm", "Starcoder2")
+    },
     "Qwen3NextForCausalLM": _family("Qwen3Next", *_QWEN3_NEXT),
     "Qwen3_5ForCausalLM": _family("Qwen3_5Text", *_QWEN3_NEXT),
     "Qwen3_5MoeForCausalLM": _family("Qwen3_5MoeText", *_QWEN3_NEXT),

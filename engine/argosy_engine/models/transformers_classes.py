@@ -59,7 +59,7 @@ def model_class(config: TransformersConfig, of_config: Any) -> type[PreTrainedMo
     if isinstance(config, EncoderConfig):
         return _encoder_class(config, of_config)
     if config.wrapper is not None:
-        return _named(_wrapper_class(of_config), config, of_config)
+        return _named(wrapper_class(of_config), config, of_config)
     if config.pooling is None:
         return _named(_of(MODEL_FOR_CAUSAL_LM_MAPPING, kind), config, of_config)
     mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -132,7 +132,7 @@ def body_of(model: PreTrainedModel, *, has_head: bool = True) -> nn.Module:
     return body
 
 
-def _wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
+def wrapper_class(hf_config: Any) -> type[PreTrainedModel] | None:
     """Return transformers' class of a wrapper's config; None if it has none."""
     mappings: tuple[Any, ...] = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
     return next((found for mapping in mappings if (found := mapping.get(type(hf_config), None))), None)
@@ -164,6 +164,21 @@ def take_away(model: PreTrainedModel) -> None:
     """Remove the parts beside a wrapper's decoder."""
     for parent, child in _other_parts(model).values():
         delattr(parent, child)
+
+
+def text_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """Return a wrapper's decoder and output head, each as its parent and its name there."""
+    head = model.get_output_embeddings()
+    if type(model).__name__ in _HOLDS_CAUSAL_MODEL:
+        wanted = {id(text_model(model))}
+    else:
+        wanted = {id(_decoder(model)), id(head)}
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if id(child) in wanted
+    ]
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,7 +18,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,12 @@ def load_transformers(
         for module in model.modules():
             if getattr(module, "time_step_limit", None) == (of_config.time_step_min, math.inf):
                 module.time_step_limit = (0.0, math.inf)
+    _choose_experts_product(model)
     expected = None
     if communicator is not None:
         expected = [reference_outputs(model, config, prompt) for prompt in probe_prompts(config)]
         divide(model, communicator)
+        _choose_experts_product(model)
     model = model.to(device)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if isinstance(config, EncoderConfig):
@@ -123,6 +125,22 @@ def load_transformers(
     head = _label_head(path, config, model, device, seed)
     size = 1 if communicator is None else communicator.size
     return TransformersModel(config, model, backend, head, expected, size), elements
+
+
+_GROUPED_ALIGNMENT = 16
+"""torch's grouped product takes matrices whose rows begin at multiples of so many bytes."""
+
+
+def _choose_experts_product(model: PreTrainedModel) -> None:
+    """Have experts computed one after the other if they are of sizes that torch's grouped product does not take."""
+    for module in model.modules():
+        down = dict(module.named_parameters(recurse=False)).get("down_proj")
+        if down is None or down.ndim != 3:
+            continue
+        if any(size * down.element_size() % _GROUPED_ALIGNMENT for size in down.shape[1:]):
+            with suppress(ValueError):  # of a model that computes them in its own way
+                model.set_experts_implementation("eager")
+        return
 
 
 _BOUND_IN_PROMPTS = ("nemotron_h", "zamba2")

@@ -11,16 +11,22 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy_engine.native.kernel_choice import Figures, Measure, kept_figures, measured_figures
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -51,6 +57,11 @@ class Variant:
     lanes: int
     """float32 elements of a vector register."""
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether it uses AMX, which a system may refuse."""
+        return any(flag.startswith("-DARGOSY_TILES") for flag in self.compile_flags)
+
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -74,6 +85,17 @@ AMX_MODEL = Variant("amx_model", _AVX512_CPU, (*_AVX512, "-DARGOSY_TILES=Model")
 _SLOW_BF16 = frozenset({("GenuineIntel", 6, model) for model in (143, 173, 174, 207)})
 """CPUs (vendor, family, model) that multiply bf16 by AVX-512 at half the rate of float32: Sapphire, Emerald and Granite
 Rapids."""
+_FAST_BF16 = frozenset({"AuthenticAMD"})
+"""Vendors whose CPUs multiply bf16 by AVX-512 at twice the rate of float32, if they do at all. CPUs of others are
+measured (`kernel_choice`)."""
+
+
+MeasureVariants = Callable[[Sequence[Variant]], Mapping[str, Sequence[float]]]
+"""See `kernel_choice.Measure`.
+
+Raises:
+    NativeUnavailable: a variant cannot be built.
+"""
 
 
 class NativeUnavailable(Exception):
@@ -178,9 +200,79 @@ def fitting_variants(flags: frozenset[str], model: tuple[str, int, int] = ("", 0
     return found
 
 
-def own_variants() -> list[Variant]:
-    """Return the variants for this CPU; see `fitting_variants`."""
-    return fitting_variants(cpu_flags(), cpu_model())
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """The two variants between which a CPU that the tables do not know is measured."""
+
+    default: Variant
+    rival: Variant
+    model: tuple[str, int, int]
+
+    def file(self, folder: Path) -> Path:
+        """Return where the figures are kept: of this model of CPU, and these kernels."""
+        vendor, family, model = self.model
+        sources = hashlib.sha256(f"{_digest(self.default, '')} {_digest(self.rival, '')}".encode())
+        name = re.sub(r"[^A-Za-z0-9]+", "_", vendor)[:32] or "unknown"
+        return folder / f"choice-{name}-{family}-{model}-{sources.hexdigest()[:16]}.json"
+
+    def figures(self, measure: Measure | None) -> Figures | None:
+        """Return the kept figures, measuring them first if need be; None if there are none.
+
+        Args:
+            measure: None: only kept figures are returned.
+        """
+        names = self.default.name, self.rival.name
+        try:
+            file = self.file(private_folder("native"))
+            return kept_figures(file, *names) if measure is None else measured_figures(file, *names, measure)
+        except (NoPrivateFolder, NativeUnavailable) as error:
+            log.info("this CPU is not measured, and uses %s: %s", self.default.name, error)
+            return None
+
+
+def measured_choice(found: list[Variant], model: tuple[str, int, int]) -> MeasuredChoice | None:
+    """Return the choice that a measurement makes among the variants for a CPU, best first; None: they are settled."""
+    if len(found) < 2 or model[0] in _FAST_BF16:
+        return None
+    if [each.name for each in found[:2]] != ["avx512_bf16", "avx512"]:
+        return None
+    return MeasuredChoice(found[0], found[1], model)
+
+
+def own_variants(measure: MeasureVariants | None = None, *, has_tiles: bool = True) -> list[Variant]:
+    """Return the variants for this CPU; see `fitting_variants`.
+
+    Args:
+        measure: times the variants of a CPU that the tables do not know; None: it uses what was measured before, or the
+            default.
+        has_tiles: False: without those that use AMX.
+    """
+    model = cpu_model()
+    found = [each for each in fitting_variants(cpu_flags(), model) if has_tiles or not each.has_tiles]
+    if (choice := measured_choice(found, model)) is None:
+        return found
+    pair = choice.default, choice.rival
+    figures = choice.figures(None if measure is None else lambda: measure(pair))
+    if figures is None:
+        return found
+    names = choice.default.name, choice.rival.name
+    if measure is not None:
+        log.info("CPU kernels %s", figures.describe(*names))
+    return found[1:] if figures.prefers(*names) else found
+
+
+def describe_choice() -> str:
+    """Say which variant serves on this CPU, and by what it was chosen.
+
+    Raises:
+        NativeUnavailable: see `usable_variant`.
+    """
+    variant, model = usable_variant(), cpu_model()
+    if (choice := measured_choice(fitting_variants(cpu_flags(), model), model)) is None:
+        return variant.name
+    if (figures := choice.figures(None)) is not None:
+        return figures.describe(choice.default.name, choice.rival.name)
+    return f"{variant.name}, unless {choice.rival.name} is faster on this CPU, which the first start measures"
 
 
 def find_compiler() -> str:

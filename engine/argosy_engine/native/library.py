@@ -10,8 +10,11 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import mmap
 import os
+import threading
+import time
 from collections.abc import Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -24,9 +27,11 @@ from numpy.typing import NDArray
 from argosy_engine.native.build import (
     ENVIRONMENT_VARIABLE,
     NativeUnavailable,
+    Variant,
     library_path,
     own_variants,
 )
+from argosy_engine.native.kernel_choice import ROWS
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ class StepStruct(Structure):
     """`Step` of step.h: the flattened batch of one step."""
 
     _fields_ = (
-        *_fields(c_void_p, "positions slots query_starts seq_lens block_tables"),
+        *_fields(c_void_p, "positions slots query_starts seq_lens block_tables key_ends"),
         ("table_stride", c_int64),
         *_fields(c_int32, "num_tokens num_requests"),
     )
@@ -236,12 +241,13 @@ class Kernels:
 
     Args:
         path: of the library.
+        threads: None: as many as torch has.
 
     Raises:
         NoTiles: this system or CPU has no working AMX, and the library uses it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int | None = None) -> None:
         self._library = ctypes.CDLL(str(path))
         rounds_otherwise = check_tiles(self._library.argosy_test_tiles())
         for name, arguments in _SIGNATURES.items():
@@ -255,7 +261,7 @@ class Kernels:
         self.path = path
         self.variant = path.name.partition("-")[0] + (" of other rounding" if rounds_otherwise else "")
         """Name of the instruction set, which decides how sums of bfloat16 are rounded."""
-        self.set_threads(torch.get_num_threads())
+        self.set_threads(torch.get_num_threads() if threads is None else threads)
 
     def set_threads(self, threads: int) -> None:
         self._library.argosy_set_threads(threads)
@@ -272,7 +278,7 @@ class Kernels:
         out, units = weight.shape[0], weight.shape[1] * weight.itemsize // 4
         panel = 2 * self.lanes
         weight = weight.contiguous()
-        packed = allocate((-(-out // panel), units, panel), torch.int32)
+        packed = _weights.allocate((-(-out // panel), units, panel), torch.int32)
         self._library.argosy_pack_linear(weight.data_ptr(), packed.data_ptr(), out, units, is_gated)
         bias = self._laid_out(bias, is_gated=is_gated)
         struct = LinearStruct(packed.data_ptr(), _address(bias), out=out, units=units)
@@ -294,9 +300,9 @@ class Kernels:
             is_gated: see `pack_linear`.
         """
         out, inputs = weight.integers.shape
-        panels = -(-out // (2 * self.lanes))
+        panels = -(-out // (4 * self.lanes)) * 2
         integers = weight.integers.contiguous()
-        packed = allocate((panels, inputs * 2 * self.lanes * weight.bits // 8), torch.uint8)
+        packed = _weights.allocate((panels, inputs * 2 * self.lanes * weight.bits // 8), torch.uint8)
         self._library.argosy_pack_quantized(
             integers.data_ptr(), packed.data_ptr(), out, inputs, weight.bits, is_gated
         )
@@ -305,7 +311,7 @@ class Kernels:
             if numbers is None:
                 return None
             numbers = numbers.contiguous()
-            arranged = allocate((panels, numbers.shape[1], 2 * self.lanes), torch.float32)
+            arranged = _weights.allocate((panels, numbers.shape[1], 2 * self.lanes), torch.float32)
             self._library.argosy_pack_linear(
                 numbers.data_ptr(), arranged.data_ptr(), *numbers.shape, is_gated
             )
@@ -546,6 +552,33 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
+class _Arena:
+    """Memory for tensors that live as long as a model. Small ones share a mapping, because the kernel backs only whole,
+    aligned 2 MiB of one with huge pages. A mapping ends with the last of its tensors."""
+
+    _MAPPING = 64 << 20
+    _ALIGNMENT = 4096
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: torch.Tensor | None = None
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a zeroed tensor."""
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        if num_bytes > self._MAPPING // 4:
+            return allocate(shape, dtype)
+        size = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        with self._lock:
+            if self._free is None or len(self._free) < size:
+                self._free = allocate((self._MAPPING,), torch.uint8)
+            taken, self._free = self._free[:num_bytes], self._free[size:]
+        return taken.view(dtype).view(*shape)
+
+
+_weights = _Arena()
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """Return the kernels for this CPU, or None. Builds the library if it is neither prebuilt nor cached."""
@@ -563,12 +596,37 @@ def kernels() -> Kernels | None:
 
 
 def _first_usable(*, is_debug: bool) -> Kernels:
-    for variant in own_variants():
+    variant, *_ = own_variants(_measure)
+    if variant.has_tiles:
         try:
             return Kernels(library_path(variant, is_debug=is_debug))
         except NoTiles as error:
             log.warning("the CPU kernels do without AMX, several times slower with long prompts: %s", error)
-    raise AssertionError("the last variant needs no AMX")
+        variant, *_ = own_variants(_measure, has_tiles=False)
+    return Kernels(library_path(variant, is_debug=is_debug))
+
+
+def _measure(variants: Sequence[Variant]) -> dict[str, list[float]]:
+    """Time products of bfloat16 for `kernel_choice`: in turn, CPU seconds of one thread, the least of each. Takes about
+    20 ms, apart from building what is not built."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int) -> torch.Tensor:
+        return torch.randn(rows, 1024, generator=generator).bfloat16()
+
+    loaded = {each.name: Kernels(library_path(each), threads=1) for each in variants}
+    packed = {name: each.pack_linear(draw(1024)) for name, each in loaded.items()}
+    found: dict[str, list[float]] = {name: [] for name in loaded}
+    for rows in ROWS:
+        x, least = draw(rows), dict.fromkeys(loaded, math.inf)
+        for _ in range(6):
+            for name, each in loaded.items():
+                before = time.thread_time()
+                each.linear(x, packed[name], torch.bfloat16)
+                least[name] = min(least[name], time.thread_time() - before)
+        for name, seconds in least.items():
+            found[name].append(seconds)
+    return found
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:

@@ -33,7 +33,12 @@ from argosy_engine.model_configs.model_config import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
-from argosy_engine.model_configs.quantization_config import INTEGER_BITS, check_quantization, group_size
+from argosy_engine.model_configs.quantization_config import (
+    HEAD_BITS,
+    INTEGER_BITS,
+    check_quantization,
+    group_size,
+)
 from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
@@ -129,6 +134,27 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
     return max(layer, rows * config.vocab_size * sampling)
 
 
+def as_served(args: EngineArgs, config: ModelConfig) -> ModelConfig:
+    """Return the config without its encoder of images if flags turn images off, or the engine cannot serve them: a
+    model that pools, and one in pipeline stages, of which only the first would embed them."""
+    is_blind = config.pooling is not None or args.pipeline_parallel_size > 1
+    vision = None if is_blind else args.media_config(config.vision).vision
+    return config if vision == config.vision else msgspec.structs.replace(config, vision=vision)
+
+
+def encoder_cache_bytes(args: EngineArgs, config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of the outputs of the encoder of images that a worker keeps (`EncoderCacheManager`); 0 without
+    one.
+
+    Args:
+        itemsize: bytes per element.
+    """
+    if config.vision is None:
+        return 0
+    kept = max(args.max_num_batched_tokens, wanted_model_len(args, config))
+    return kept * (1 + config.vision.num_deepstack) * config.hidden_size * itemsize
+
+
 def estimate_weights(
     config: ModelConfig,
     elements: Mapping[str, int],
@@ -155,9 +181,15 @@ def estimate_weights(
     is_headless = config.pooling is not None
     if config.tie_word_embeddings or is_headless:
         elements = {name: count for name, count in elements.items() if name != HEAD}
-    num_fp8 = num_integers = num_packed = packed_bytes = 0
+    num_fp8 = num_integers = num_packed = packed_bytes = num_head = 0
     bits = INTEGER_BITS.get(quantization or "") if stored is None else None
+    num_tied = 0
+    is_copied = device == "cpu" or (bits is not None and group_size(config.hidden_size) is not None)
+    if config.tie_word_embeddings and is_copied and not is_headless and stage.is_last:
+        # Two copies: the output projection is laid out for the product, or quantised, the embedding for look-ups.
+        num_tied = -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     if bits is not None:
+        num_head = num_tied + elements.get(HEAD, 0) if group_size(config.hidden_size) else 0
         num_integers = sum(
             count
             for name, count in elements.items()
@@ -171,12 +203,10 @@ def estimate_weights(
             num_packed, packed_bytes = stored.packed_numbers(packed, tensor_parallel_size, device)
         multiplies_fp8 = device == "cuda" and itemsize == 2 and not config.widens_fp8
         elements, num_fp8 = stored.widened_elements(elements, multiplies_fp8=multiplies_fp8)
-    total = sum(elements.values()) - num_fp8 - num_integers - num_packed
-    if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
-        # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
-        total += -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
-    scales = num_integers * 4 // (group_size(config.hidden_size) or 32)
-    return total * itemsize + num_fp8 + num_integers * (bits or 0) // 8 + scales + packed_bytes
+    total = sum(elements.values()) + num_tied - num_fp8 - num_integers - num_packed - num_head
+    scales = (num_integers + num_head) * 4 // (group_size(config.hidden_size) or 32)
+    integers = (num_integers * (bits or 0) + num_head * HEAD_BITS) // 8
+    return total * itemsize + num_fp8 + integers + scales + packed_bytes
 
 
 def _is_quantised_online(config: ModelConfig, name: str, count: int) -> bool:

@@ -487,7 +487,7 @@ class _Hold(NamedTuple):
 
 
 class _Holders:
-    """Requests that hold grammars. Equal ones count once, for the tenant of the first request.
+    """Requests that hold grammars. Equal ones count once, for the tenant of the first request that still holds one.
 
     Invariant: `bytes` has the sum over the different grammars.
     """
@@ -495,11 +495,11 @@ class _Holders:
     def __init__(self, max_bytes: int) -> None:
         self.bytes = TenantShares(max_bytes)
         self.holds: dict[str, _Hold] = {}
-        self._num_holders: Counter[GrammarSpec] = Counter()
-        self._counted: dict[GrammarSpec, _Hold] = {}
+        self._of_spec: dict[GrammarSpec, OrderedDict[str, _Hold]] = {}
+        """The same ones, of which the first of each grammar counts."""
 
     def __contains__(self, spec: GrammarSpec) -> bool:
-        return spec in self._counted
+        return spec in self._of_spec
 
     def has_room(self, wanted: _Hold) -> bool:
         """Whether a grammar may be held. One alone may be of any size."""
@@ -510,21 +510,26 @@ class _Holders:
 
     def add(self, request_id: str, hold: _Hold) -> None:
         self.holds[request_id] = hold
-        self._num_holders[hold.spec] += 1
         if hold.spec not in self:
-            self._counted[hold.spec] = hold
+            self._of_spec[hold.spec] = OrderedDict()
             self.bytes.add(hold.key, hold.num_bytes)
+        self._of_spec[hold.spec][request_id] = hold
 
     def remove(self, request_id: str) -> None:
         """Unknown ids are ignored."""
         hold = self.holds.pop(request_id, None)
         if hold is None:
             return
-        self._num_holders[hold.spec] -= 1
-        if not self._num_holders[hold.spec]:
-            del self._num_holders[hold.spec]
-            counted = self._counted.pop(hold.spec)
-            self.bytes.remove(counted.key, counted.num_bytes)
+        holders = self._of_spec[hold.spec]
+        was_counted = next(iter(holders)) == request_id
+        del holders[request_id]
+        if was_counted:
+            self.bytes.remove(hold.key, hold.num_bytes)
+            for first in holders.values():
+                self.bytes.add(first.key, first.num_bytes)
+                break
+        if not holders:
+            del self._of_spec[hold.spec]
 
 
 class HeldGrammars:

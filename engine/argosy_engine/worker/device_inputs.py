@@ -54,7 +54,7 @@ class DeviceInputs:
             padded_bytes(size)
             for size in (
                 *[8 * max_num_tokens]
-                * (5 + num_groups),  # token index, ids, positions, sampled, types; slot mappings
+                * (6 + num_groups),  # token index, ids, positions, sampled, types, key ends; slot mappings
                 *[8 * rows] * 2,  # slots, sampled slots
                 *[4 * (rows + 1)] * 2,  # query_start_loc, seq_lens
                 *[8 * self._max_updates(rows)] * 2,
@@ -98,6 +98,7 @@ class DeviceInputs:
         self._sampled_slots = staging.put(step.sampled.slots) if len(wanted) else None
         types = self._batch.token_types(step.token_slots, step.positions)
         token_types = None if types is None else staging.put(types)
+        key_ends = None if step.key_ends is None else staging.put(step.key_ends)
         entries, blocks = staging.put(updates[0]), staging.put(updates[1])
         staged_rows = None
         if len(wanted) and not step.sampled.drafts:
@@ -120,6 +121,7 @@ class DeviceInputs:
                 block_table=tables[:, group],
                 query_start_loc_cpu=starts,
                 seq_lens_cpu=lens,
+                key_ends=key_ends,
             )
             for group in range(num_groups)
         ]
@@ -143,7 +145,7 @@ class DeviceInputs:
         index = np.arange(first, first + step.num_tokens)
         index[step.late] = step.late_slots
         token_index = staging.put(_padded(index, padding, self._padding))
-        positions = staging.put(_padded(step.positions, padding, 0))
+        positions = staging.put(_padded(step.model_positions, padding, 0))
         block_of, offsets = np.divmod(step.positions, self._block_size)
         slot_mappings = []
         for tables in batch.block_tables:

@@ -158,6 +158,15 @@ class StepArrays:
     """[L]: slots of their requests."""
     sampled: SampledRows
     """The requests that sample a token."""
+    rotary_rows: Ints | None = None
+    """[T]: rows of the rotary tables, where they are not `positions`."""
+    key_ends: NDArray[np.int32] | None = None
+    """[T]: `AttentionMetadata.key_ends`."""
+
+    @property
+    def model_positions(self) -> Ints:
+        """[T]: `AttentionMetadata.positions`."""
+        return self.positions if self.rotary_rows is None else self.rotary_rows
 
     @property
     def num_tokens(self) -> int:
@@ -305,7 +314,8 @@ class HostInputs:
         starts[1:] = step.ends
         lens = step.seq_lens.astype(np.int32)
         query_start_loc, seq_lens = torch.from_numpy(starts), torch.from_numpy(lens)
-        positions = torch.from_numpy(step.positions)
+        positions = torch.from_numpy(step.model_positions)
+        key_ends = None if step.key_ends is None else torch.from_numpy(step.key_ends)
         metas = [
             AttentionMetadata(
                 num_decodes=step.num_decodes,
@@ -318,6 +328,7 @@ class HostInputs:
                 block_table=torch.from_numpy(tables[step.slots, :max_blocks]),
                 query_start_loc_cpu=starts,
                 seq_lens_cpu=lens,
+                key_ends=key_ends,
             )
             for tables in batch.block_tables
         ]

@@ -29,6 +29,7 @@ from argosy_engine.messages import ModelRunnerOutput, SchedulerOutput
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.model_use import PoolingSpec
 from argosy_engine.models.decoder import ScoringModel
+from argosy_engine.models.loader import LoadedImages
 from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import allocate
 from argosy_engine.params import PoolingParams
@@ -36,6 +37,7 @@ from argosy_engine.sample.sampler import SamplerOptions, score_prompt
 from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime, HostCopies
+from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs
 from argosy_engine.worker.input_batch import (
     HostInputs,
     InputBatch,
@@ -296,6 +298,7 @@ class ModelRunner:
             other worker computes it as well, because that one would wait for this one.
         num_states: blocks with states, if the model has any.
         requires_graphs: whether CUDA graphs that cannot be captured are an error; see `DecodeGraphs`.
+        images: what the model sees images by; None: only texts are served.
     """
 
     def __init__(
@@ -317,8 +320,10 @@ class ModelRunner:
         can_lose_steps: bool = True,
         requires_graphs: bool = False,
         num_states: int = 0,
+        images: LoadedImages | None = None,
     ) -> None:
         self.model = model
+        self._images = None if images is None else ImageInputs(images, max_num_seqs)
         self._requires_graphs = requires_graphs
         self._pipeline = pipeline
         self._exchange = exchange
@@ -375,13 +380,18 @@ class ModelRunner:
             return PendingStep(self._pending_steps, self._pending_steps.lost(error))
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
+        failed = {} if self._images is None else self._images.encode(step)
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
+        if self._images is not None:
+            arrays.rotary_rows = self._images.rotary_rows(arrays)
+            arrays.key_ends = self._images.key_ends(arrays)
         hidden, tensors = self._compute(arrays, step.round)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens
         if not self._samples:
             return PendingStep(self._pending_steps, ModelRunnerOutput([], []))
         output = ModelRunnerOutput(arrays.request_ids, [[] for _ in arrays.request_ids], {}, {})
+        output.failed_encodings = failed
         output.pooler_output = self.pooler.pool(arrays, hidden)
         if not self._pools and (self.batch.num_prompt_logprobs[slots] >= 0).any():
             self._score_prompts(output, hidden, arrays)
@@ -435,9 +445,13 @@ class ModelRunner:
         """
         if self._pipeline is not None:
             self._pipeline.receive(arrays.num_tokens)
-        computed = self._graphs.run(arrays, step) if self._graphs is not None else None
+        images = self._images if self._images is not None and self._images.has_images(arrays) else None
+        computed = self._graphs.run(arrays, step) if self._graphs is not None and images is None else None
         if computed is None:
             tensors = self._inputs.tensors(arrays)
+            if images is not None:
+                embedded = images.embedded(cast(EmbeddingModel, self.model), tensors.inputs, arrays)
+                tensors = tensors._replace(inputs=embedded)
             computed = self._forward(tensors, None if step is None else step.num_rows), tensors
         if self._pipeline is not None:
             self._pipeline.send(computed[0])
@@ -456,11 +470,15 @@ class ModelRunner:
             slot = self.batch.remove(request_id)
             if slot is not None:
                 self._pending_steps.free(slot)
+                if self._images is not None:
+                    self._images.remove(slot)
             self.pooler.remove(request_id)
         for request_id, block_ids in step.new_block_ids.items():
             self.batch.append_blocks(self.batch.slot_of[request_id], block_ids)
         for request in step.new_requests:
             self.batch.add(request)
+            if self._images is not None:
+                self._images.add(self.batch.slot_of[request.request_id], request)
             if request.pooling_params is not None:
                 self.pooler.add(request.request_id, request.pooling_params.replace(second_text=None))
         if not self._samples:

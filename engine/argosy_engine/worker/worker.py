@@ -16,7 +16,13 @@ import msgspec
 import torch
 
 from argosy_engine.attention.kv_cache_spec import KVCacheGroup
-from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, backend_names, select_backend
+from argosy_engine.attention.selector import (
+    BIDIRECTIONAL_BACKENDS,
+    AttentionNeeds,
+    BackendChoice,
+    backend_names,
+    select_backend,
+)
 from argosy_engine.checkpoint.fingerprint import fingerprint
 from argosy_engine.checkpoint.model_folder import hold_stored_model, resolve_model
 from argosy_engine.checkpoint.stored_tensors import with_stored_head
@@ -34,16 +40,18 @@ from argosy_engine.model_configs.model_config import (
     check_pipeline_parallel,
     check_tensor_parallel,
 )
+from argosy_engine.model_configs.quantization_config import HEAD_BITS, INTEGER_BITS
 from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
-from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import Kernels, kernels, kernels_for
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
 from argosy_engine.sample.sampler import SamplerOptions, self_test
 from argosy_engine.sizing.kv_cache_sizing import (
+    as_served,
+    encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
     plan_memory,
@@ -155,7 +163,8 @@ class Worker:
             self._path = resolve_model(args.model)
             self._hold = hold_stored_model(self._path)
             config = load_model_config(self._path, args.model_use)
-            if config.wrapper is not None and self.rank == 0:
+            config = as_served(args, config)
+            if config.wrapper is not None and config.vision is None and self.rank == 0:
                 logger.info(
                     "%s: its text part is served, as with --language-model-only; requests with images, video or sound "
                     "are refused",
@@ -205,6 +214,15 @@ class Worker:
                 )
                 self._backend = agreed_backend(chosen, self._parallel)
             logger.info("attention backend: %s", self._backend)
+            is_bidirectional = config.vision is not None and config.vision.is_bidirectional
+            if is_bidirectional and self._backend.name not in BIDIRECTIONAL_BACKENDS:
+                logger.warning(
+                    "texts alone are served: tokens of an image attend to all of it in %s, which the attention backend "
+                    "%s does not compute; --attention-backend torch does",
+                    config.wrapper,
+                    self._backend.name,
+                )
+                self._config = config = msgspec.structs.replace(config, vision=None)
             self._sampling = SamplerOptions(
                 model_path=str(self._path),
                 vocab_size=config.vocab_size,
@@ -217,6 +235,9 @@ class Worker:
         with self._phase("weights"):
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             loaded = self._load()
+            if loaded.images is None and config.vision is not None:
+                logger.warning("the checkpoint has no encoder of images: texts alone are served")
+                self._config = config = msgspec.structs.replace(config, vision=None)
             if device.type == "cuda":
                 # An estimate would not know what was quantised.
                 weights_bytes = torch.cuda.memory_allocated(device) - before
@@ -231,6 +252,8 @@ class Worker:
                     args.quantization,
                     keeps_integers=args.load_format != "dummy" and self._keeps_integers(),
                 )
+                if loaded.images is not None:
+                    weights_bytes += loaded.images.encoder.num_bytes
         if self._compilation is not None:
             with self._phase("compile"):
                 if not self._compilation.prepare(loaded.model, dtype, device, self._counted("compile")):
@@ -244,13 +267,14 @@ class Worker:
         else:
             with self._phase("profile"):
                 activation_bytes = measure_activations(
-                    lambda blocks, length: self._make_runner(loaded.model, blocks, length),
+                    lambda blocks, length: self._make_runner(loaded, blocks, length),
                     args,
                     longest,
                     device,
                     memory,
                     self._graph_sizes(),
                 )
+        activation_bytes += encoder_cache_bytes(args, config, dtype.itemsize)
         with self._phase("kv cache"):
             groups = self._groups()
             budget = plan_memory(
@@ -272,7 +296,7 @@ class Worker:
                 num_states=num_states,
                 request_blocks=request_blocks(groups, max_model_len, args),
             )
-            self._runner = self._make_runner(loaded.model, num_blocks, max_model_len, num_states)
+            self._runner = self._make_runner(loaded, num_blocks, max_model_len, num_states)
         if device.type == "cuda" and self._backend.name == "triton":
             with self._phase("warm-up"):
                 warm_up(
@@ -345,13 +369,13 @@ class Worker:
         self._runner = runner
 
     def _reload(self) -> ModelRunner:
-        model = self._load().model
+        loaded = self._load()
         if self._current_fingerprint() != self._fingerprint:
             raise ConfigError(
                 f"the checkpoint in {self._path} has changed since this engine started; restart it"
             )
         budget = self._budget
-        return self._make_runner(model, budget.num_blocks, budget.max_model_len, budget.num_states)
+        return self._make_runner(loaded, budget.num_blocks, budget.max_model_len, budget.num_states)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -395,6 +419,7 @@ class Worker:
             exchange=self._exchange,
             compiler=self._compilation.compiler if self._compilation else None,
             on_read=lambda done, total: self.on_load_step(LoadStep("weights", done, total)),
+            max_step_tokens=self.args.max_num_batched_tokens,
         )
 
     @property
@@ -427,6 +452,7 @@ class Worker:
             *(["fp8 kv cache"] if args.has_fp8_kv_cache else []),
             *(("kernels draw",) if self._sampling.kind == "kernels" else ()),
             *([f"quantization {args.quantization}"] if args.quantization else []),
+            *([f"head int{HEAD_BITS}"] if args.quantization in INTEGER_BITS else []),
             # Scales multiply sums, which rounds otherwise than widened weights do.
             *(["packed integers"] if not is_dummy and self._keeps_integers() else []),
             # Replicas on unlike CPUs must not continue each other's streams.
@@ -451,13 +477,13 @@ class Worker:
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
     def _make_runner(
-        self, model: CausalLM, num_blocks: int, max_model_len: int, num_states: int = 2
+        self, loaded: LoadedModel, num_blocks: int, max_model_len: int, num_states: int = 2
     ) -> ModelRunner:
         group = self._parallel.pipeline
         pipeline = None
         if group.size > 1:
             pipeline = Pipeline(
-                model,
+                loaded.model,
                 group,
                 self._config.hidden_size,
                 self._dtype,
@@ -465,7 +491,7 @@ class Worker:
                 max_num_tokens=max(self.args.max_num_batched_tokens, self.args.max_num_seqs),
             )
         return ModelRunner(
-            model,
+            loaded.model,
             self._config,
             num_blocks=num_blocks,
             block_size=self.args.block_size,
@@ -481,6 +507,7 @@ class Worker:
             # Padding is exchanged with these ranks, but not between stages.
             num_states=num_states,
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
+            images=loaded.images,
         )
 
     def _counted(self, phase: str) -> Callable[[], None]:

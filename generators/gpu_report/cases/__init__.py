@@ -1,4 +1,4 @@
-"""The cases of each kernel, one module per kernel module with a function `cases`."""
+"""The cases of each kernel, one module per kernel module with a function `cases`, and those of whole steps."""
 
 from gpu_report.case import Cases
 from gpu_report.cases import (
@@ -11,6 +11,7 @@ from gpu_report.cases import (
     packed_linear,
     paged_attention,
     process_logits,
+    published_models,
     quantize_fp8,
     rms_norm,
     rope_and_cache,
@@ -30,6 +31,7 @@ ALL_CASES: dict[str, Cases] = {
     "packed_linear": packed_linear.cases,
     "paged_attention": paged_attention.cases,
     "process_logits": process_logits.cases,
+    "published_models": published_models.cases,
     "quantize_fp8": quantize_fp8.cases,
     "rms_norm": rms_norm.cases,
     "rope_and_cache": rope_and_cache.cases,
@@ -38,4 +40,4 @@ ALL_CASES: dict[str, Cases] = {
     "silu_and_mul": silu_and_mul.cases,
     "top_logprobs": top_logprobs.cases,
 }
-"""By the name of the kernel module."""
+"""By the name of the kernel module; of whole steps, `published_models`."""

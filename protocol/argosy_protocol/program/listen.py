@@ -1,4 +1,5 @@
-"""Listening sockets: opened before anything slow starts, with errors that name the port and the remedy.
+"""Sockets of servers: listening ones, opened before anything slow starts, with errors that name the port and the
+remedy; and what a connection has not delivered yet.
 
 Owns: how the programs bind, and the errors if they cannot. Must not know: which server the sockets are for.
 Invariant: returned sockets listen, and are not merely bound, because with SO_REUSEADDR two bound sockets can share a
@@ -7,11 +8,15 @@ port.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
+import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -155,3 +160,15 @@ def _explanation(error: OSError, port: int, host_flag: str, port_flag: str) -> t
         case errno.EADDRNOTAVAIL:
             return "not an address of this machine", f"correct {host_flag}"
     return os.strerror(error.errno) if error.errno else str(error), f"change {host_flag} or {port_flag}"
+
+
+def has_unsent(transport: asyncio.BaseTransport) -> bool:
+    """Whether the kernel has bytes of a connection that the peer's has not acknowledged (tcp(7), SIOCOUTQ).
+
+    A transport of TLS that closes does not tell what it has itself, which it hands on as soon as there is room.
+    """
+    try:
+        unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (AttributeError, OSError, ValueError):  # it has ended
+        return False
+    return int.from_bytes(unsent, sys.byteorder) > 0

@@ -112,7 +112,8 @@ FREEZES_UNTIL_ALL: Final = 100
 
 
 class ShortCollections:
-    """Follows the collector of this process from `install` on."""
+    """Follows the collector of this process within a `with` block. What is frozen at its end stays so: a program that
+    ends need not look at it."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         """
@@ -123,8 +124,11 @@ class ShortCollections:
         self._began = 0.0
         self._freezes = 0
 
-    def install(self) -> None:
+    def __enter__(self) -> None:
         gc.callbacks.append(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
 
     def _note(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] < 2:

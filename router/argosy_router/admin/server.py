@@ -23,12 +23,10 @@ from argosy_http.server import EmbeddedServer
 
 MAX_CONNECTIONS: Final = 256
 MAX_HANDSHAKES = 128
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Bounds the time from accepting a connection to the end of its TLS handshake, as on the main port."""
 MAX_SILENT: Final = 128
 REQUEST_TIMEOUT_S = 10.0
-"""From accepting the connection, from a request's first byte or from an answer until a head has come, as on the main
-port, and the time of which a body's bytes are counted."""
+"""From accepting the connection to the end of its TLS handshake, and from there, a request's first byte or an answer
+until a head has come, as on the main port, and the time of which a body's bytes are counted."""
 READ_TIMEOUT_S = 30.0
 """How long a client may leave the write buffer full."""
 MAX_HEADERS: Final = 100
@@ -81,7 +79,7 @@ class AdminServer(EmbeddedServer):
         for listening in sockets or ():
             listening.setblocking(False)
             listening.listen(self.config.backlog)
-        await self.start_tls(sockets or (), lambda: tls, (), MAX_HANDSHAKES, HANDSHAKE_TIMEOUT_S)
+        await self.start_tls(sockets or (), lambda: tls, (), MAX_HANDSHAKES)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -412,9 +412,9 @@ class RequestReader:
                 if value.lower() != b"chunked":
                     self._refuse(BadRequest("transfer-encoding must be chunked"))
             elif name == b"expect":
-                self.wants_continue = value.lower() == b"100-continue"
-                if not self.wants_continue:
+                if value.lower() != b"100-continue":
                     self._refuse(BadRequest("expectation is not supported"))
+                self.wants_continue = not is_http10  # which knows no interim responses (RFC 9110, 10.1.1)
         if hosts > 1 or (hosts == 0 and not is_http10):
             self._refuse(BadRequest("exactly one host header is required"))
         if lengths > 1 or codings > 1 or (lengths and codings) or (codings and is_http10):

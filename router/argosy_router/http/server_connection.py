@@ -19,6 +19,7 @@ from ipaddress import ip_network
 from typing import Final, cast
 
 from argosy_protocol.errors import ApiError, RequestTimeout, Unavailable
+from argosy_protocol.program.listen import has_unsent
 from argosy_router.config import ServerLimits
 from argosy_router.http.deadlines import Deadline, TimerWheel
 from argosy_router.http.limits import AddressGroups, BodyMemory, BodyReservation, ConnectionLimit
@@ -179,6 +180,8 @@ class ServerConnection(asyncio.Protocol):
         self._is_lingering = False
         """Whether input is read on for a moment once the output has been written."""
         self._is_tls = False
+        self._was_sent = False
+        """Whether nothing was on the way to the client when the deadline of the end of TLS passed last."""
         self._piece_bytes = PLAIN_PIECE_BYTES
         self._unread: BodyReservation | None = None
         """Memory of what the client has not read, while it is behind."""
@@ -492,7 +495,9 @@ class ServerConnection(asyncio.Protocol):
                 self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _on_deadline(self) -> None:
-        if self._is_closing and self._is_write_paused:
+        if self._is_closing and self._is_tls and self.transport.is_closing():
+            self._cut_delivered()
+        elif self._is_closing and self._is_write_paused:
             self._deadline.set(self._limits.write_stall_s)  # meanwhile `_stall` holds
         elif self._is_closing:
             self.transport.abort()
@@ -560,10 +565,24 @@ class ServerConnection(asyncio.Protocol):
         """Close: the transport has been given all."""
         if not self._is_lingering:
             self.transport.close()
+            if self._is_tls:
+                self._deadline.set(self._limits.linger_s)
         elif not self.transport.is_closing():
             self.transport.write_eof()
             if not self.transport.get_write_buffer_size():
                 self._deadline.set(self._limits.linger_s)
+
+    def _cut_delivered(self) -> None:
+        """Cut a TLS connection whose client has all that was written and does not end its side. A transport that closes
+        tells no more what is read; it has a deadline of its own, for clients that read slowly.
+
+        Nothing must be on the way twice in a row: after a standstill of the loop TLS may have something to hand on.
+        """
+        was_sent, self._was_sent = self._was_sent, not has_unsent(self.transport)
+        if was_sent and self._was_sent:
+            self.transport.abort()
+        else:
+            self._deadline.set(self._limits.linger_s)
 
     def _lose_client(self) -> None:
         if self.listener is not None and not self._is_lost:

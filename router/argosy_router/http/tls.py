@@ -222,7 +222,7 @@ class TlsHandshake:
                     self._socket,
                     ssl=context,
                     ssl_handshake_timeout=self._limits.tls_handshake_timeout_s,
-                    ssl_shutdown_timeout=self._limits.linger_s,
+                    ssl_shutdown_timeout=self._limits.write_stall_s,
                 )
         except OSError as error:  # includes ssl.SSLError and the handshake timeout
             log.debug("TLS handshake failed: %s", error)

@@ -42,6 +42,7 @@ from argosy_engine.api.endpoints.exchange import (
 from argosy_engine.api.http.http_responses import WatchedResponse, read_body
 from argosy_engine.api.served_engine import Engine, OpenAIServing
 from argosy_engine.frontend.admission import stop_if_abandoned
+from argosy_engine.frontend.media.processor import ChatImages
 from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import Renderer, TokenizedPrompt
 from argosy_engine.parsers.chat_parser import ChatParser
@@ -495,7 +496,9 @@ async def _prepare(
     with_ids: bool = False,
 ) -> Prepared[ChatChunkChoice, ChatCompletionChunk, ChatCompletion]:
     model, renderer = serving.check_model(request.model), serving.llm.renderer
-    prompts, requests = await serving.prepare(lambda chat: [renderer.render_chat(chat)], request, size)
+    prompts, requests = await serving.prepare(
+        lambda chat, images: [renderer.render_chat(chat, images)], request, size
+    )
     chat_format = ChatFormat(
         renderer,
         request,
@@ -523,11 +526,11 @@ async def chat_batch(
     model = serving.check_model(request.model)
     renderer, chats = serving.llm.renderer, request.chats()
 
-    def render(_: BatchChatCompletionRequest) -> list[TokenizedPrompt]:
+    def render(_: BatchChatCompletionRequest, images: ChatImages | None) -> list[TokenizedPrompt]:
         prompts = []
         for chat in chats:
             stop_if_abandoned()
-            prompts.append(renderer.render_chat(chat))
+            prompts.append(renderer.render_chat(chat, images))
         return prompts
 
     def formatted(prompts: Sequence[TokenizedPrompt], outputs: Sequence[GenerationOutput]) -> ChatCompletion:
@@ -563,7 +566,10 @@ def add_chat_routes(app: FastAPI, engine: Engine) -> Endpoint:
         check_resume(request, body)
         apply_flags(engine.options, body)
         context = context_of(engine, request, body)
-        report_skipped(engine, "chat_completions", skipped_parts(body.messages))
+        skipped = skipped_parts(body.messages)
+        if "image_url" in skipped.content and engine.sees_images:
+            del skipped.content["image_url"]
+        report_skipped(engine, "chat_completions", skipped)
         if body.stream:
             chunks = chat_stream(
                 context.serving,

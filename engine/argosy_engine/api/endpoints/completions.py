@@ -306,7 +306,9 @@ async def _prepare(
     serving: OpenAIServing, request: CompletionRequest, request_id: str, size: int, *, with_ids: bool = False
 ) -> Prepared[CompletionChoice, Completion, Completion]:
     model, renderer = serving.check_model(request.model), serving.llm.renderer
-    prompts, requests = await serving.prepare(renderer.render_completion, request, size)
+    prompts, requests = await serving.prepare(
+        lambda asked, _: renderer.render_completion(asked), request, size
+    )
     resumed: list[Sequence[int]] = [core_request.resume_token_ids for core_request in requests]
     completion_format = CompletionFormat(
         renderer.tokenizer,

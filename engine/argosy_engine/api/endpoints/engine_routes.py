@@ -65,10 +65,13 @@ async def tokenize(
     """
     serving.check_model(request.model)
     renderer = serving.llm.renderer
+    images = None
+    if isinstance(request, ChatTokenizeRequest):
+        images, size = await serving.images_of(request, size)
 
     def response(request: TextTokenizeRequest | ChatTokenizeRequest) -> TokenizeResponse:
         if isinstance(request, ChatTokenizeRequest):
-            encoded = renderer.encode_chat(request)
+            encoded = renderer.encode_chat(request, images)
         else:
             encoded = renderer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         stop_if_abandoned()

@@ -63,7 +63,7 @@ from argosy_protocol.openai import (
 )
 from argosy_protocol.pooling import PoolingFields, PromptFields, ScoringFields
 from argosy_protocol.program.process import format_frames
-from argosy_protocol.skipped_content import Skipped
+from argosy_protocol.skipped_content import Skipped, num_noted_images
 
 logger = logging.getLogger("argosy.api")
 
@@ -113,6 +113,13 @@ def context_of(engine: Engine, request: Request, body: GenerationRequest | Pooli
         record.tenant = context.serving.tenant
     log_request(engine.options, body, context.response_id)
     return context
+
+
+def add_unseen_images(engine: Engine, skipped: Skipped, chat: ChatCompletionRequest, kind: str) -> None:
+    """Count the images of another API's request for which the model gets notes, if it sees none."""
+    count = num_noted_images(chat.messages)
+    if count and not engine.sees_images:
+        skipped.add(kind, count)
 
 
 def report_skipped(engine: Engine, api: SkippingApi, skipped: Skipped) -> dict[str, str]:

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from argosy_engine.api.endpoints.chat import ChatFormat
 from argosy_engine.api.endpoints.choice_stream import formatted, token_id_comment
 from argosy_engine.api.endpoints.exchange import (
+    add_unseen_images,
     check_resume,
     context_of,
     message_answer,
@@ -336,6 +337,7 @@ def add_message_routes(app: FastAPI, engine: Engine) -> None:
         body = decode_messages_request(raw)
         skipped = Skipped(MESSAGES_KINDS)
         chat = as_chat(body, skipped)
+        add_unseen_images(engine, skipped, chat, "image")
         check_resume(request, chat)
         context = context_of(engine, request, chat)
         lines = report_skipped(engine, "messages", skipped)
@@ -353,6 +355,7 @@ def add_message_routes(app: FastAPI, engine: Engine) -> None:
         raw = await read_body(request)
         skipped = Skipped(MESSAGES_KINDS)
         chat = as_chat(decode_count_tokens_request(raw), skipped)
+        add_unseen_images(engine, skipped, chat, "image")
         lines = report_skipped(engine, "messages", skipped)
         serving = serving_of(engine, request)
 

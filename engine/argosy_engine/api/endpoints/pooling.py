@@ -50,6 +50,7 @@ from argosy_protocol.pooling import (
     PoolingRequest,
     PoolingResponse,
     PoolingUsage,
+    PromptFields,
     RerankDocument,
     RerankRequest,
     RerankResponse,
@@ -125,6 +126,18 @@ async def pooled_outputs(
     done = [output for output in outputs if output is not None and output.embedding is not None]
     assert len(done) == len(requests)
     return done
+
+
+async def _pooled_inputs(
+    serving: OpenAIServing, request: PromptFields, params: PoolingParams, size: int
+) -> list[GenerationOutput]:
+    """As `pooled_outputs`, of a request with inputs, or a chat that may have images."""
+    images = None
+    if request.messages is not None:
+        serving.llm.queue_limits.check(1)
+        images, size = await serving.images_of(request.as_chat(), size)
+    render = partial(render_inputs, request=request, images=images)
+    return await pooled_outputs(serving, render, request, params, size)
 
 
 async def written(items: Iterable[_Item]) -> list[_Item]:
@@ -206,7 +219,7 @@ async def embed(
         normalize=request.normalize,
         dimensions=request.dimensions,
     )
-    outputs = await pooled_outputs(serving, partial(render_inputs, request=request), request, params, size)
+    outputs = await _pooled_inputs(serving, request, params, size)
     return EmbeddingResponse(
         id=f"embd-{request_id}",
         created=int(time.time()),
@@ -229,7 +242,7 @@ async def classify(
             "served with --convert classify or auto"
         )
     params = PoolingParams(task="classify", use_activation=request.use_activation)
-    outputs = await pooled_outputs(serving, partial(render_inputs, request=request), request, params, size)
+    outputs = await _pooled_inputs(serving, request, params, size)
     return ClassificationResponse(
         id=f"classify-{request_id}",
         created=int(time.time()),
@@ -261,7 +274,7 @@ async def pool(
     params = PoolingParams(
         task=request.task, use_activation=request.use_activation, dimensions=request.dimensions
     )
-    outputs = await pooled_outputs(serving, partial(render_inputs, request=request), request, params, size)
+    outputs = await _pooled_inputs(serving, request, params, size)
     return PoolingResponse(
         id=f"pool-{request_id}",
         created=int(time.time()),

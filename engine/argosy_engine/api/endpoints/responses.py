@@ -25,6 +25,7 @@ from argosy_engine.api.endpoints.chat import ChatFormat
 from argosy_engine.api.endpoints.choice_stream import formatted
 from argosy_engine.api.endpoints.exchange import (
     accepted_answer,
+    add_unseen_images,
     apply_flags,
     client_key,
     context_of,
@@ -600,6 +601,7 @@ async def _create(
         size += num_bytes
     translation = translated_response(body, conversation)
     chat = translation.chat
+    add_unseen_images(engine, translation.skipped, chat, "input_image")
     apply_flags(engine.options, chat)
     context = context_of(engine, request, chat)
     given_id = context.given_response_id if is_resolved else None
@@ -665,6 +667,7 @@ async def _count(
         size += num_bytes
     translation = translated_response(body, conversation)
     chat = translation.chat
+    add_unseen_images(engine, translation.skipped, chat, "input_image")
     apply_flags(engine.options, chat)
     serving = serving_of(engine, request)
 

@@ -135,7 +135,6 @@ class HttpServer(EmbeddedServer):
             lambda: certificate.context,
             self.server_state.connections,
             protocol.max_connections + MAX_TURNED_AWAY,
-            protocol.limits.header_timeout_s,
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -37,7 +37,7 @@ from argosy_engine.core.proc.output_router import HeldOutputs, OutputRouter
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
 from argosy_engine.distributed.parallel_config import name_process, process_name
-from argosy_engine.errors import ConfigError, EngineBusy, EngineDead
+from argosy_engine.errors import ConfigError, EngineBusy, EngineDead, ResourceBusy
 from argosy_engine.messages import (
     Advanced,
     Attached,
@@ -424,6 +424,8 @@ class CoreProcess:
         request_id = addition.message.request_id
         try:
             self.core.add_request(*addition)
+        except ResourceBusy as error:
+            self._refuse(request_id, str(error), ErrorKind.BUSY)
         except EngineBusy as error:
             self._refuse(request_id, str(error), ErrorKind.ASLEEP)
         except Exception as error:

@@ -84,13 +84,22 @@ class AttentionJob {
           first_position(job.step_.seq_lens[tile.request] - job.step_.query_starts[tile.request + 1] + first_row),
           table(job.step_.block_tables + tile.request * job.step_.table_stride) {
       ARGOSY_CHECK(first_position >= 0 && rows <= kTileRows && dim <= kMaxHeadDim);
-      ARGOSY_CHECK(ceil_div(end_of(rows - 1), layer.block_size) <= job.step_.table_stride);
+      ARGOSY_CHECK(ceil_div(last_end(), layer.block_size) <= job.step_.table_stride);
     }
 
-    // Keys [begin, end) that a row attends to.
-    int end_of(int row) const { return first_position + row / group + 1; }
+    // Keys [begin, end) that a row attends to: those before its own and, where the step says so, some after it.
+    int own_end(int row) const { return first_position + row / group + 1; }
+    int end_of(int row) const {
+      return job.step_.key_ends ? job.step_.key_ends[first_row + row / group] : own_end(row);
+    }
+    int last_end() const {
+      int end = end_of(rows - 1);
+      if (job.step_.key_ends)
+        for (int row = 0; row < rows; row += group) end = std::max(end, end_of(row));
+      return end;
+    }
     int begin_of(int row) const {
-      const int end = end_of(row), in_window = layer.window ? std::max(end - layer.window, 0) : 0;
+      const int end = own_end(row), in_window = layer.window ? std::max(end - layer.window, 0) : 0;
       return layer.chunk ? std::max(in_window, (end - 1) / layer.chunk * layer.chunk) : in_window;
     }
 
@@ -126,7 +135,7 @@ class AttentionJob {
         mass[r] = layer.sinks ? 1.0f : 0.0f;
       }
       memset(result, 0, sizeof(float) * rows * dim);
-      const int end = end_of(rows - 1);
+      const int end = last_end();
       for (int first = begin_of(0) / kTileKeys * kTileKeys; first < end; first += kTileKeys) {
         const int keys = std::min(kTileKeys, end - first);
         const int vectors = int(ceil_div(keys, kLanes));
@@ -244,7 +253,7 @@ class AttentionJob {
       if (layer.alibi_slopes) {
         const vfloat slope = broadcast(layer.alibi_slopes[kv_head * group + r % group]);
         for (int v = 0; v < vectors; ++v) {
-          const vint distance = lane_index() + (first + v * kLanes - (end - 1));
+          const vint distance = lane_index() + (first + v * kLanes - (own_end(r) - 1));
           store(scores + v * kLanes, load(scores + v * kLanes) + slope * __builtin_convertvector(distance, vfloat));
         }
       }

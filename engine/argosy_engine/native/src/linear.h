@@ -102,6 +102,20 @@ struct LinearResult {
   }
 };
 
+// Calls body(first row, rows, first panel, last panel) for all parts of a result, each of them a task of its own.
+template <class F>
+inline void for_tasks(int rows, int block_rows, int panels, int64_t panel_bytes, F&& body) {
+  const int blocks = int(ceil_div(rows, block_rows));
+  const int64_t wanted = ceil_div(int64_t(panels) * blocks, Pool::instance().threads() * 8);
+  const int per_task = int(std::clamp<int64_t>(wanted, 1, std::max<int64_t>((512 << 10) / panel_bytes, 1)));
+  const int groups = int(ceil_div(panels, per_task));
+  Pool::instance().run(blocks * groups, [&](int task) {
+    const int first_row = task / groups * block_rows;
+    const int first_panel = task % groups * per_task;
+    body(first_row, std::min(block_rows, rows - first_row), first_panel, std::min(first_panel + per_task, panels));
+  });
+}
+
 template <class T, class Out, Result kResult>
 struct LinearJob {
   const Unit* x;
@@ -128,26 +142,9 @@ struct LinearJob {
     constexpr int64_t kBlockBytes = 256 << 10;
     const int64_t fit = std::max<int64_t>(kBlockBytes / (int64_t(units) * 4) / kMaxRows, 4) * kMaxRows;
     const int block_rows = int(std::min<int64_t>(fit, rows));
-    for_tasks(block_rows, [this](int first_row, int block, int first_panel, int last_panel) {
+    for_tasks(rows, block_rows, panels(), panel_bytes(), [this](int first_row, int block, int first_panel, int last_panel) {
       for (int panel = first_panel; panel < last_panel; ++panel)
         multiply(first_row, block, panel, panel + 1 < last_panel);
-    });
-  }
-
-  // Calls body(first row, rows, first panel, last panel) for all parts of the result.
-  template <class F>
-  void for_tasks(int block_rows, F&& body) const {
-    const int blocks = int(ceil_div(rows, block_rows));
-    const int panels = int(ceil_div(out, kPanel));
-    const int threads = Pool::instance().threads();
-    const int64_t panel_bytes = int64_t(units) * kPanel * 4;
-    const int64_t wanted = ceil_div(int64_t(panels) * blocks, threads * 8);
-    const int per_task = int(std::clamp<int64_t>(wanted, 1, std::max<int64_t>((512 << 10) / panel_bytes, 1)));
-    const int groups = int(ceil_div(panels, per_task));
-    Pool::instance().run(blocks * groups, [&](int task) {
-      const int first_row = task / groups * block_rows;
-      const int first_panel = task % groups * per_task;
-      body(first_row, std::min(block_rows, rows - first_row), first_panel, std::min(first_panel + per_task, panels));
     });
   }
 
@@ -155,7 +152,7 @@ struct LinearJob {
   void run_tiles() const {
     const int blocks = int(ceil_div(rows, amx::kBlockRows));
     const int block_rows = int(ceil_div(ceil_div(rows, blocks), 2 * amx::kRows)) * 2 * amx::kRows;
-    for_tasks(block_rows, [this](int first_row, int block, int first_panel, int last_panel) {
+    for_tasks(rows, block_rows, panels(), panel_bytes(), [this](int first_row, int block, int first_panel, int last_panel) {
       for (int panel = first_panel; panel < last_panel; ++panel) multiply_tiles(first_row, block, panel);
       amx::ARGOSY_TILES::release();
     });
@@ -172,6 +169,9 @@ struct LinearJob {
     }
   }
 #endif
+
+  int panels() const { return int(ceil_div(out, kPanel)); }
+  int64_t panel_bytes() const { return int64_t(units) * kPanel * 4; }
 
   // Multiplies one block of rows by one panel, and prefetches the next panel meanwhile: otherwise memory is idle during
   // every pass but the first. Never inlined, because in a larger function the accumulators are not kept in registers.

@@ -48,6 +48,7 @@ struct Step {
   const int32_t* query_starts;  // [num_requests + 1]
   const int32_t* seq_lens;      // [num_requests], this step's tokens included
   const int32_t* block_tables;  // [num_requests][table_stride]
+  const int32_t* key_ends;      // [num_tokens] position after the last key that each attends to; null: its own is last
   int64_t table_stride;
   int32_t num_tokens, num_requests;
 };

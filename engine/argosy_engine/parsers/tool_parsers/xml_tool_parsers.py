@@ -305,8 +305,9 @@ _GLM_CALL, _GLM_END_CALL = "<tool_call>", "</tool_call>"
 _GLM_KEY, _GLM_END_KEY = "<arg_key>", "</arg_key>"
 _GLM_VALUE, _GLM_END_VALUE = "<arg_value>", "</arg_value>"
 _GLM_MAX_KEY_CHARS = 256
+_HY_NAME_END = "<tool_sep>"
 _GLM_OPENING = re.compile(
-    rf"<tool_call>\s{{0,16}}(?P<name>{FUNCTION_NAME})\s{{0,16}}"
+    rf"<tool_call>\s{{0,16}}(?P<name>{FUNCTION_NAME})(?:{_HY_NAME_END})?\s{{0,16}}"
     rf"(?=<arg_key>[^<]{{1,{_GLM_MAX_KEY_CHARS}}}</arg_key>\s{{0,16}}<arg_value>)"
 )
 _GLM_ARGUMENT = re.compile(
@@ -318,7 +319,9 @@ class Glm45ToolParser(ToolParser):
     """GLM-4.5 to GLM-4.7: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
 
     starts = (_GLM_CALL,)
-    other_markers = (_GLM_END_CALL, _GLM_KEY, _GLM_END_KEY, _GLM_VALUE, _GLM_END_VALUE)
+    other_markers: ClassVar[tuple[str, ...]] = (
+        *(_GLM_END_CALL, _GLM_KEY, _GLM_END_KEY, _GLM_VALUE, _GLM_END_VALUE),
+    )
     call_form = ToolCallForm(
         begin="<tool_call>{name}\n", end="\n</tool_call>", style="glm_xml", separator="\n"
     )
@@ -341,7 +344,7 @@ class Glm45ToolParser(ToolParser):
             return None  # more parameters, or the rest of the name, may be missing
         body = text[len(_GLM_CALL) : -len(_GLM_END_CALL)]
         first = body.find(_GLM_KEY)
-        name = (body if first < 0 else body[:first]).strip()
+        name = (body if first < 0 else body[:first]).strip().removesuffix(_HY_NAME_END)
         if not self.is_function(name, is_unknown_allowed=first >= 0):
             return None
         arguments: dict[str, Any] = {}
@@ -362,6 +365,21 @@ class Glm45ToolParser(ToolParser):
             position = value_end + len(_GLM_END_VALUE)
         written = arguments_text(arguments)
         return None if written is None else (ParsedCall(name, written),)
+
+
+class HyV3ToolParser(Glm45ToolParser):
+    """Hy3 preview: `<tool_call>NAME<tool_sep>`, then as GLM-4.5, within `<tool_calls>` and `</tool_calls>`."""
+
+    section = ("<tool_calls>", "</tool_calls>")
+    other_markers = (*Glm45ToolParser.other_markers, _HY_NAME_END)
+    call_form = ToolCallForm(
+        begin=f"<tool_call>{{name}}{_HY_NAME_END}\n",
+        end="\n</tool_call>",
+        style="glm_xml",
+        separator="\n",
+        first="<tool_calls>\n",
+        last="\n</tool_calls>",
+    )
 
 
 class GlmArguments(ConvertedArguments):

@@ -1,0 +1,262 @@
+"""Images in prompts: greedy tokens against those of transformers' whole model, for each kind of wrapper."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from argosy_engine.config import EngineArgs
+from argosy_engine.core import engine_core
+from argosy_engine.core.proc.core_client import InprocClient
+from argosy_engine.errors import ConfigError, ResourceBusy
+from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
+from argosy_engine.model_configs.vision_config import SEEING_WRAPPERS, VisionSpec
+from argosy_engine.params import SamplingParams
+from image_checkpoints import (
+    Image,
+    generated,
+    random_image,
+    reference_tokens,
+    requests_of,
+)
+from preemptions import PreemptionCounter
+from transformers_checkpoints import architecture_of, write_checkpoint
+
+TYPES = (
+    *(
+        "gemma3",
+        "glm4v",
+        "glm4v_moe",
+        "idefics3",
+        "internvl",
+        "llama4",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "mistral3",
+    ),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"),
+)
+COUNT = 8
+EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 256}
+Prompt = list[list[int] | Image]
+
+
+def written(model_type: str, path: Path) -> Any:
+    """Write a checkpoint; return the whole model of transformers."""
+    write_checkpoint(model_type, path)
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+    return model.float().eval()
+
+
+def prompts_of(model: Any) -> list[Prompt]:
+    """Return prompts with one image, three, none; with another image of one's size; and one of them again."""
+    rng = random.Random(1)
+
+    def text(count: int) -> list[int]:
+        return [rng.randrange(30, 300) for _ in range(count)]
+
+    a, b, c = (
+        random_image(model, name, seed, rows, columns)
+        for name, seed, rows, columns in (("a", 1, 4, 6), ("b", 2, 4, 6), ("c", 3, 6, 2))
+    )
+    one: Prompt = [text(5), a, text(7)]
+    return [
+        one,
+        [text(5), a, text(3), b, text(2), c, text(4)],
+        [text(20)],
+        [a, text(3)],
+        [one[0], b, one[2]],
+        one,
+    ]
+
+
+def client_of(path: Path, **flags: Any) -> InprocClient:
+    return InprocClient(EngineArgs.of(model=str(path), **{**EXACT, "num_gpu_blocks_override": 200, **flags}))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_greedy_tokens_are_those_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    model = written(model_type, tmp_path)
+    prompts = prompts_of(model)
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    assert expected[0] != expected[4], "the image does not matter"
+    with closing(client_of(tmp_path)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+        assert generated(client, list(requests_of(model, prompts, COUNT, 10))) == expected, "cached"
+    with closing(client_of(tmp_path, max_num_batched_tokens=16, max_num_seqs=8)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected, "in chunks"
+
+
+def test_every_wrapper_that_sees_is_tried() -> None:
+    assert {architecture_of(each) for each in TYPES} == SEEING_WRAPPERS
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "mistral3"])
+@pytest.mark.parametrize("flags", [{"tensor_parallel_size": 2}, {"async_scheduling": False}], ids=str)
+def test_of_several_ranks_each_encodes(model_type: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    model = written(model_type, tmp_path)
+    prompts = prompts_of(model)[:3]
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    with closing(client_of(tmp_path, max_num_batched_tokens=32, max_num_seqs=8, **flags)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+
+
+@pytest.mark.parametrize("flags", [{"attention_backend": "torch"}, {"max_num_batched_tokens": 16}], ids=str)
+def test_tokens_of_an_image_attend_to_all_of_it(flags: dict[str, Any], tmp_path: Path) -> None:
+    model = written("gemma3", tmp_path)
+    prompts = prompts_of(model)
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    with closing(client_of(tmp_path, max_num_seqs=4, **flags)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+        assert generated(client, list(requests_of(model, prompts, COUNT, 10))) == expected, "cached"
+
+
+def test_an_image_that_no_step_has_room_for_is_refused(tmp_path: Path) -> None:
+    written("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mm_tokens_per_image": 36}))
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    request = next(iter(requests_of(model, prompts_of(model), COUNT)))
+    with closing(client_of(tmp_path, max_num_batched_tokens=32, max_num_seqs=4)) as client:
+        with pytest.raises(ValueError, match="36 tokens of an image"):
+            client.add_request(request)
+        assert generated(client, list(requests_of(model, [[[40, 41, 42]]], COUNT)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "gemma3"])
+def test_a_request_that_is_preempted_sees_its_images_again(model_type: str, tmp_path: Path) -> None:
+    model = written(model_type, tmp_path)
+    prompts = [each for each in prompts_of(model) if len(each) > 1]
+    expected = [reference_tokens(model, each, 24) for each in prompts]
+    with closing(client_of(tmp_path, num_gpu_blocks_override=9, max_model_len=96)) as client:
+        counter = PreemptionCounter(client)
+        assert generated(client, list(requests_of(model, prompts, 24))) == expected
+        assert counter.total > 0
+
+
+def test_outputs_are_dropped_when_room_is_needed(tmp_path: Path) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    flags = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 48}
+    with closing(client_of(tmp_path, **flags)) as client:
+        for seed in range(12):  # of six embeddings each, where 48 fit
+            prompt: Prompt = [[40, 41], random_image(model, f"image {seed}", seed), [42 + seed]]
+            (found,) = generated(client, list(requests_of(model, [prompt], 3, seed)))
+            assert found == reference_tokens(model, prompt, 3)
+
+
+def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(tmp_path: Path) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    prompts = prompts_of(model)
+    good, bad = (next(iter(requests_of(model, [prompts[index]], COUNT, index))) for index in (1, 4))
+    torn = MediaTensor("float32", (1, 5), b"\0" * 20)
+    bad.mm_features = [
+        replace(each, identifier="torn", inputs={**each.inputs, "pixel_values": torn})
+        for each in bad.mm_features
+    ]
+    twin = replace(bad, request_id="twin")
+    with closing(client_of(tmp_path)) as client:
+        for request in (good, bad, twin):
+            client.add_request(request)
+        tokens: dict[str, list[int]] = {}
+        errors: dict[str, str] = {}
+        while client.has_work:
+            for output in client.step().outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.error is not None:
+                    errors[output.request_id] = output.error
+        assert errors.keys() == {"4", "twin"}
+        assert "could not be encoded" in errors["twin"]
+        assert tokens[good.request_id] == reference_tokens(model, prompts[1], COUNT)
+        again = replace(bad, request_id="again", mm_features=[])
+        (found,) = generated(client, [again])  # nothing of the bad one was kept
+        assert len(found) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset": 3}, "placeholders"),
+        ({"num_embeds": 5}, "placeholders"),
+        ({"length": 4000}, "beyond"),
+        ({"grid": (1, 2, 2)}, "grid"),
+        ({"identifier": ""}, "identifier"),
+    ],
+)
+def test_a_feature_that_does_not_fit_its_prompt_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    request = next(iter(requests_of(model, prompts_of(model)[:1], COUNT)))
+    request.mm_features = [replace(each, **change) for each in request.mm_features]
+    with closing(client_of(tmp_path)) as client, pytest.raises(ValueError, match=message):
+        client.add_request(request)
+
+
+def test_images_of_unfinished_requests_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    first, second, third = list(requests_of(model, [prompts_of(model)[0]] * 3, COUNT))
+    size = sum(len(each.data) for feature in first.mm_features for each in feature.inputs.values())
+    monkeypatch.setattr(engine_core, "MAX_MEDIA_BYTES", 2 * size)
+    with closing(client_of(tmp_path)) as client:
+        client.add_request(first)
+        client.add_request(second)
+        with pytest.raises(ResourceBusy, match="try again"):
+            client.add_request(third)
+        client.abort_requests([first.request_id])
+        client.add_request(third)
+        while client.has_work:
+            client.step()
+        assert not client.core.scheduler.media_bytes
+
+
+def test_a_text_model_refuses_features(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    feature = MultimodalFeature("image", "a", 1, 2, 2)
+    request = EngineCoreRequest(
+        "a", [5, 6, 7, 8], SamplingParams(max_tokens=1), time.time(), mm_features=[feature]
+    )
+    with closing(client_of(tmp_path)) as client, pytest.raises(ValueError, match="no images"):
+        client.add_request(request)
+
+
+def test_a_checkpoint_without_its_encoder_serves_texts_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint("qwen2_5_vl", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: each for name, each in load_file(file).items() if "visual" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    client_of(tmp_path).close()
+    assert "no encoder of images" in caplog.text
+
+
+def test_an_encoder_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    write_checkpoint("qwen2_5_vl", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if "visual" in name and "qkv" in name)]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"qkv.*--language-model-only"):
+        client_of(tmp_path)
+
+
+def test_pairs_turn_by_the_axes_of_transformers() -> None:
+    spec = VisionSpec(fields="{}", image_token_id=0, mrope_section=(2, 1, 3))
+    assert spec.axes(6) == [0, 0, 1, 2, 2, 2]
+    interleaved = VisionSpec(
+        fields="{}", image_token_id=0, mrope_section=(4, 2, 2), is_mrope_interleaved=True
+    )
+    assert interleaved.axes(8) == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert VisionSpec(fields="{}", image_token_id=0).axes(8) is None
+    with pytest.raises(ConfigError, match="mrope_section"):
+        spec.axes(5)
