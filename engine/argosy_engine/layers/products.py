@@ -89,6 +89,7 @@ class Fp8Linear(Linear):
         from argosy_engine.triton_kernels.fp8_linear import FEW, fp8_linear_few
 
         self._weight, self._scale = weight.contiguous(), scale.contiguous()
+        self._columns, self._scales = self._weight.t(), self._scale.unsqueeze(0)  # as torch takes them
         self._few, self._multiply_few = FEW, fp8_linear_few
         self._bias, self._input_scale, self._dtype = bias, input_scale, dtype
         self._quantize = quantize
@@ -98,8 +99,9 @@ class Fp8Linear(Linear):
         values, scales = self._quantize(x, self._input_scale) if isinstance(x, torch.Tensor) else x
         if len(values) <= self._few:
             return self._multiply_few(values, scales, self._weight, self._scale, self._bias, self._dtype)
-        weight, scale = self._weight.t(), self._scale.unsqueeze(0)
-        return torch._scaled_mm(values, weight, scales, scale, self._bias, out_dtype=self._dtype)
+        return torch._scaled_mm(
+            values, self._columns, scales, self._scales, self._bias, out_dtype=self._dtype
+        )
 
 
 class BlockFp8Linear(Linear):
