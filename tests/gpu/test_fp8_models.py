@@ -149,6 +149,25 @@ def test_experts_with_scales_of_blocks(tmp_path):
     assert (ranks[0] - exact).norm() < 1e-3 * exact.norm()
 
 
+def test_a_rank_that_cuts_blocks_widens_and_says_so(tmp_path, caplog):
+    """Half of 384 features are a block and a half, of dense layers and of experts."""
+    for model_type, fields in (("llama", {}), ("qwen3_moe", {"moe_intermediate_size": 384})):
+        path = tmp_path / model_type
+        path.mkdir()
+        write_blocks(path, model_type, **fields)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="argosy.models"):
+            ranks = run_threads(
+                2, lambda group, path=path: logits(path, sharding=Sharding(group.rank, 2), communicator=group)
+            )
+        assert (
+            "is widened, and others may be: this rank's inputs begin or end within a block of 128"
+            in caplog.text
+        )
+        exact = logits(path / "widened")
+        assert (ranks[0] - exact).norm() < 1e-3 * exact.norm()
+
+
 def test_experts_and_router_get_what_is_not_quantised(written):
     path, exact = written("qwen3-moe-mixed", FORMS["per token"])
     ours = logits(path)

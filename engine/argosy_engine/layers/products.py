@@ -173,6 +173,7 @@ class Fp8Product(Product):
 
     def __init__(self, quantize: QuantizeRows) -> None:
         self._quantize = quantize
+        self._has_told = False
 
     def linear(
         self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
@@ -207,6 +208,7 @@ class Fp8Product(Product):
         for part, (out, _) in zip(parts, shapes, strict=True):
             rows = slice(start, start + out)
             if not _take_blocks(part, weight[rows], scales[rows]):
+                self._tell(part.name)
                 return None
             start += out
         return BlockFp8Linear(ordered(spec, weight), ordered(spec, scales).t().contiguous(), bias)
@@ -219,7 +221,10 @@ class Fp8Product(Product):
         of_blocks = [isinstance(each, BlockFp8Scheme) for each in schemes]
         if any(of_blocks):
             edges = () if spec.features is None else (spec.features.start, spec.features.stop)
-            if not all(of_blocks) or any(edge % FP8_BLOCK and edge != spec.inner for edge in edges):
+            if not all(of_blocks):
+                return None
+            if any(edge % FP8_BLOCK and edge != spec.inner for edge in edges):
+                self._tell(spec.prefix)
                 return None
         stacked = StackedExperts.empty(spec, FP8, weights.device, FP8_BLOCK if any(of_blocks) else None)
         for place, index in enumerate(spec.held_experts):
@@ -234,6 +239,15 @@ class Fp8Product(Product):
                     part.copy_(stored.tensors[".weight"])
                     scale.copy_(_channel_scales(stored))
         return stacked
+
+    def _tell(self, name: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            logger.info(
+                "%s is widened, and others may be: this rank's inputs begin or end within a block of %d",
+                name,
+                FP8_BLOCK,
+            )
 
 
 def _take_blocks(part: StoredWeight, weight: torch.Tensor, scales: torch.Tensor) -> bool:
