@@ -202,7 +202,7 @@ def test_other_parts_are_left_unread_and_nothing_else(model_impl: str, tmp_path:
             "mtp.fc.weight": more.clone(),
         },
     )
-    assert served(reference, tmp_path, model_impl=model_impl)[:2] == ("served", "")
+    assert served(reference, tmp_path, model_impl=model_impl, language_model_only=True)[:2] == ("served", "")
     retold(tmp_path, lambda tensors: {**tensors, "model.language_model.layers.0.gate.weight": more})
     assert "layers.0.gate.weight" in refusal(tmp_path, model_impl=model_impl)
 
@@ -226,7 +226,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
 def test_the_log_says_that_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     write_checkpoint("mistral3", tmp_path)
-    InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))
+    InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT, language_model_only=True))
     assert any(
         "Mistral3ForConditionalGeneration: its text part is served" in each for each in caplog.messages
     )

@@ -123,6 +123,7 @@ _OWN_PART: dict[str, dict[str, Any]] = {
 _PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 _OWN_WRAPPER: dict[str, dict[str, Any]] = {
     **{name: {"image_grid_pinpoints": _PINPOINTS} for name in ("llava_next", "llava_onevision")},
+    "aria": {"projector_patch_to_query_dict": {4: 3}},
     "gemma3": {"mm_tokens_per_image": 9, "tie_word_embeddings": False},  # tied, tokens repeat themselves
 }
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}

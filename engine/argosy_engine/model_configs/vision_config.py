@@ -21,6 +21,11 @@ SEEING_WRAPPERS = frozenset(
 )
 """Wrappers whose images are served: those that put the encoder's outputs in the place of a token's embeddings. Tests
 hold each against transformers."""
+SEEING_BY_TRANSFORMERS = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Aria", "AyaVision", "Cohere2Vision", "DeepseekVL", "GotOcr2", "Ovis2")
+)
+"""Those whose decoder is transformers' as well."""
 _SECTIONS = {
     **dict.fromkeys(("glm4v", "glm4v_moe"), (8, 12, 12)),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (16, 24, 24)),

@@ -36,7 +36,12 @@ from argosy_engine.model_configs.transformers_config import (
     read_hf_config,
     without_quantization,
 )
-from argosy_engine.model_configs.vision_config import SEEING_WRAPPERS, VisionSpec, vision_spec
+from argosy_engine.model_configs.vision_config import (
+    SEEING_BY_TRANSFORMERS,
+    SEEING_WRAPPERS,
+    VisionSpec,
+    vision_spec,
+)
 from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme
 from argosy_engine.model_configs.wrapper_config import (
     NATIVE_WRAPPERS,
@@ -153,7 +158,8 @@ def parse_config(
         "quantization": quantization if wrapper is None else text_quantization(quantization),
         "replaced_code": replaced_code,
     }
-    if wrapper in SEEING_WRAPPERS and registry.is_native(architecture, model_impl):
+    seeing = SEEING_WRAPPERS if registry.is_native(architecture, model_impl) else SEEING_BY_TRANSFORMERS
+    if wrapper in seeing:
         common["vision"] = _vision(whole)
     try:
         return _config(raw, architecture, model_impl, common)

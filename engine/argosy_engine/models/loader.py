@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -156,8 +157,19 @@ def load_model(
             f"{config.architecture} cannot run in {name}: {reason}; use --dtype bfloat16 or float32"
         )
     backend = load_backend(attention_backend, dtype, has_fp8_kv_cache=has_fp8_kv_cache)
+    spec = config.vision
+    image_rotary = None if spec is None else ImageRotary(spec, max_step_tokens)
+    with_images = partial(
+        _with_images,
+        path=path,
+        config=config,
+        rotary=image_rotary,
+        dtype=dtype,
+        device=device,
+        seed=seed if load_format == "dummy" else None,
+    )
     if isinstance(config, TransformersConfig):
-        return _load_transformers(
+        loaded = _load_transformers(
             path,
             config,
             backend,
@@ -170,6 +182,7 @@ def load_model(
             communicator=communicator if sharding.size > 1 else None,
             on_read=on_read,
         )
+        return with_images(loaded)
     model_class = registry.model_class(config.architecture)
     reader: SafetensorsWeights | None = None
     if load_format == "dummy":
@@ -196,9 +209,6 @@ def load_model(
         is_traceable=compiler is not None,
     )
 
-    spec = config.vision
-    image_rotary = None if spec is None else ImageRotary(spec, max_step_tokens)
-
     def build(weights: Weights) -> CausalLM:
         factory = LayerFactory(
             weights,
@@ -215,24 +225,12 @@ def load_model(
         )
         return _build(config, factory)
 
-    def with_images(model: CausalLM, elements: dict[str, int]) -> LoadedModel:
-        if spec is None or image_rotary is None:
-            return LoadedModel(model, elements)
-        from argosy_engine.models.image_encoder import load_image_encoder
-
-        drawn = seed if load_format == "dummy" else None
-        encoder = load_image_encoder(path, spec, config.hidden_size, dtype=dtype, device=device, seed=drawn)
-        if encoder is None:
-            return LoadedModel(model, elements)
-        images = LoadedImages(spec, encoder, image_rotary)
-        return LoadedModel(model, elements, images)
-
     with torch.inference_mode():
         plan = taken = plan_weights(config, dtype)
         if sharding != WHOLE or stage != WHOLE_MODEL:
             taken = plan_weights(config, dtype, sharding, stage)
         if reader is None:
-            return with_images(build(DummyWeights(dtype, device, seed)), taken.elements)
+            return with_images(LoadedModel(build(DummyWeights(dtype, device, seed)), taken.elements))
         reader.check(
             plan,
             [
@@ -249,7 +247,32 @@ def load_model(
         ):
             reader.on_read = progress.advance
             model = build(reader)
-        return with_images(model, taken.elements)
+        return with_images(LoadedModel(model, taken.elements))
+
+
+def _with_images(
+    loaded: LoadedModel,
+    path: Path,
+    config: ModelConfig,
+    rotary: ImageRotary | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int | None,
+) -> LoadedModel:
+    """Return a model with its encoder of images, if it has one.
+
+    Args:
+        seed: of random weights; None: the checkpoint's.
+    """
+    if config.vision is None or rotary is None:
+        return loaded
+    from argosy_engine.models.image_encoder import load_image_encoder
+
+    encoder = load_image_encoder(
+        path, config.vision, config.hidden_size, dtype=dtype, device=device, seed=seed
+    )
+    return loaded if encoder is None else replace(loaded, images=LoadedImages(config.vision, encoder, rotary))
 
 
 def _load_transformers(

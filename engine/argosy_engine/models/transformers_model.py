@@ -164,13 +164,22 @@ class TransformersModel(_Headed):
     def attention_layers(self) -> list[Attention]:
         return [call.attention for call in self._attending]
 
+    def embed(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return the embeddings of a step's tokens, [T, hidden_size]."""
+        embedding: Any = self.model.get_input_embeddings()
+        embedded: torch.Tensor = embedding(inputs.token_ids)
+        return embedded
+
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute hidden states [T, hidden_size], after the final norm."""
+        given: dict[str, torch.Tensor] = {"input_ids": inputs.token_ids.unsqueeze(0)}
+        if inputs.hidden is not None:
+            given = {"inputs_embeds": inputs.hidden.unsqueeze(0)}
         step = Step(self._attending, inputs.meta, StepStates(inputs.meta) if self.state_layers else None)
         own = _OwnPositions(inputs.positions, step) if self._numbers_tokens else contextlib.nullcontext()
         with attending(step), own:
             output = self._body(
-                input_ids=inputs.token_ids.unsqueeze(0),
+                **given,
                 position_ids=inputs.positions.unsqueeze(0),
                 use_cache=False,
                 **cache_argument(self._body, step.states),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -458,6 +459,11 @@ class Worker:
             # Replicas on unlike CPUs must not continue each other's streams.
             *([f"cpu kernels {loaded.variant}"] if (loaded := self._bf16_kernels()) is not None else []),
             *([setting] if (setting := args.request_defaults.setting()) else []),
+            *(
+                ["images by transformers " + version("transformers")]
+                if self._config.vision is not None
+                else []
+            ),
         )
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 
