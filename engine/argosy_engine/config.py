@@ -378,7 +378,7 @@ class EngineArgs(MediaArgs, frozen=True, kw_only=True, omit_defaults=True, forbi
         Meta(
             description="scheme of the weights; default: the checkpoint's; fp8 of an unquantised checkpoint: quantised "
             "to FP8 as it is loaded, on GPUs with FP8 in bfloat16; int8 or int4: to integers in groups of inputs that "
-            "share a scale, on CPUs"
+            "share a scale, of which GPUs multiply in bfloat16 and float16"
         ),
         Flag(short="-q", aliases=_QUANTIZATION_ALIASES, remedies=_REFUSED_QUANTIZATIONS),
     ] = None

@@ -26,6 +26,7 @@ from argosy_engine.layers.linear_method import linear_method
 from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.model_configs.experts_config import ExpertsConfig
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.quantization_config import FP8_BLOCK, HEAD_BITS, INTEGER_BITS
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import parse_config
 from argosy_engine.models.loader import plan_weights
@@ -35,7 +36,7 @@ from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device
 from argosy_engine.worker.cuda_graphs import CapturedGraph
 from argosy_engine.worker.model_runner import ModelRunner
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
-from gpu_accounting.models import DENSE_LAYERS, MODELS, PERIODS
+from gpu_accounting.models import DENSE_LAYERS, MODELS, ONLINE, PERIODS
 from gpu_accounting.step_trace import HiddenSync, Operation, StepTrace
 
 BLOCK_SIZE = 16
@@ -90,9 +91,12 @@ class AccountedRunner:
 
     Args:
         num_layers: of the config, instead of all.
+        quantization: `--quantization`.
     """
 
-    def __init__(self, raw: dict[str, Any], num_layers: int, device: str = "H100") -> None:
+    def __init__(
+        self, raw: dict[str, Any], num_layers: int, device: str = "H100", quantization: str | None = None
+    ) -> None:
         self.config = parse_config({**raw, "num_hidden_layers": num_layers}, {}, {})
         self._traits = KNOWN_DEVICES[device]
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -103,7 +107,11 @@ class AccountedRunner:
             backend = load_backend("triton", torch.bfloat16)
             weights = DummyWeights(torch.bfloat16, CUDA, 0)
             method = linear_method(
-                self.config, None, dtype=weights.dtype, device=CUDA, uses_triton=backend.uses_triton
+                self.config,
+                quantization,
+                dtype=weights.dtype,
+                device=CUDA,
+                uses_triton=backend.uses_triton,
             )
             factory = _FirstExpertFactory(weights, backend, MAX_MODEL_LEN, method)
             model = registry.model_class(self.config.architecture)(self.config, factory)
@@ -221,8 +229,10 @@ class _FirstExpertFactory(LayerFactory):
     """Loads the first expert of a layer and allocates all: filling them one by one would take most of a count."""
 
     def experts(self, spec: ExpertsSpec) -> TritonExperts:
-        first = self._method.load_experts(self.weights, replace(spec, held=range(1))).gate_up
-        stacked = StackedExperts.empty(spec, first.dtype, first.device)
+        loaded = self._method.load_experts(self.weights, replace(spec, held=range(1)))
+        first, scale = loaded.gate_up, loaded.gate_up_scale
+        block = FP8_BLOCK if scale is not None and scale.dim() == 3 else None
+        stacked = StackedExperts.empty(spec, first.dtype, first.device, block)
         correction = None
         if spec.names.biases is not None:
             sizes = ((spec.num_experts, size) for size in (2 * spec.inner, spec.hidden))
@@ -266,7 +276,9 @@ def count_steps(
     config = parse_config(raw, {}, {})
     plan = plan_weights(config, torch.bfloat16)
     dense = DENSE_LAYERS.get(model, 0)
-    small, large = (AccountedRunner(raw, dense + depth) for depth in (period, 2 * period))
+    small, large = (
+        AccountedRunner(raw, dense + depth, quantization=ONLINE.get(model)) for depth in (period, 2 * period)
+    )
     return [_count(model, config, plan, period, shape, small, large, params) for shape in shapes]
 
 
@@ -309,13 +321,13 @@ def _count(
         blocking_copies=kinds["blocking copy"],
         num_bytes=sum(each.num_bytes for each in many)
         + layer_bytes * (config.num_hidden_layers - large.config.num_hidden_layers),
-        necessary_bytes=_necessary_bytes(config, plan, shape),
+        necessary_bytes=_necessary_bytes(config, plan, shape, ONLINE.get(model)),
     )
 
 
-def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int:
+def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape, quantization: str | None) -> int:
     """Return the bytes of weights (of the experts that tokens can choose), keys, values and states that a step
-    moves."""
+    moves. Packed integers have a scale of 16 bits per 128."""
     tokens = shape.decodes + sum(shape.prompts)
     experts: ExpertsConfig | None = getattr(config, "experts", None)
     hit = 0.0
@@ -324,7 +336,13 @@ def _necessary_bytes(config: ModelConfig, plan: WeightPlan, shape: Shape) -> int
     weights = 0.0
     for name, dims in plan.shapes.items():
         if "embed_tokens" not in name or config.tie_word_embeddings:
-            element = 1 if f"{name}_scale" in plan.shapes else 4 if name.endswith("_scale") else 2
+            is_fp8 = f"{name}_scale" in plan.shapes or f"{name}_scale_inv" in plan.shapes
+            element = 1.0 if is_fp8 else 4.0 if name.endswith(("_scale", "_scale_inv")) else 2.0
+            if name.endswith(("_blocks", "_scales")):
+                element = 1.0
+            if quantization is not None and name.endswith(("_proj.weight", "lm_head.weight")):
+                bits = HEAD_BITS if name.endswith("lm_head.weight") else INTEGER_BITS[quantization]
+                element = bits / 8 + 2 / 128
             weights += element * math.prod(dims) * (hit if ".experts." in name else 1.0)
     kv = 0
     for layer in config.attention_layers:

@@ -279,16 +279,30 @@ _FP8_PER_TOKEN = {
     },
     "ignore": ["lm_head", "re:.*mlp.gate$"],
 }
+_FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "re:.*mlp.gate$"],
+}
 _FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 
 MODELS: dict[str, dict[str, Any]] = {
     **_PLAIN,
     "Qwen3-8B-FP8-dynamic": {**_PLAIN["Qwen3-8B"], "quantization_config": _FP8_PER_TOKEN},
     "Qwen3-30B-A3B-FP8-dynamic": {**_PLAIN["Qwen3-30B-A3B"], "quantization_config": _FP8_PER_TOKEN},
+    "Qwen3-8B-FP8": {**_PLAIN["Qwen3-8B"], "quantization_config": _FP8_BLOCKS},
+    "Qwen3-30B-A3B-FP8": {**_PLAIN["Qwen3-30B-A3B"], "quantization_config": _FP8_BLOCKS},
+    "gpt-oss-20b MXFP4": {**_PLAIN["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
     "Meta-Llama-3-8B-Instruct-FP8": {**_PLAIN["Llama-3-8B"], "quantization_config": _FP8_STATIC},
 }
 """config.json by name. Source: the repositories of these names on Hugging Face; of Gemma the text part. FP8: of weights
-with a scale per channel and activations with one per token; of both with the checkpoint's scale per tensor."""
+with a scale per channel and activations with one per token; of weights with one per block of 128 x 128; of both with
+the checkpoint's scale per tensor."""
+
+ONLINE = {"Llama-3-8B int8": "int8", "Llama-3-8B int4": "int4"}
+"""`--quantization` of models whose weights are quantised as they are loaded."""
+MODELS |= dict.fromkeys(ONLINE, _PLAIN["Llama-3-8B"])
 
 PERIODS = {
     "Gemma-3-12B": 6,
@@ -296,6 +310,7 @@ PERIODS = {
     "Qwen3.5-0.8B": 4,
     "Qwen3.5-35B-A3B": 4,
     "gpt-oss-20b": 2,
+    "gpt-oss-20b MXFP4": 2,
 }
 """Number of layers after which the kinds of layers repeat, where it is not 1."""
 DENSE_LAYERS = {"DeepSeek-V3": 3, "GLM-4.5-Air": 1}

@@ -24,12 +24,8 @@ from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.linear import Linear, LinearSpec
-from argosy_engine.layers.linear_method import (
-    Fp8Linear,
-    Fp8Product,
-    OnlineFp8LinearMethod,
-    SchemeLinearMethod,
-)
+from argosy_engine.layers.linear_method import OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.products import Fp8Linear, Fp8Product
 from argosy_engine.model_configs.experts_config import EXPERT_LAYERS, RoutingSpec
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
 from argosy_engine.model_configs.quantization_formats import parse_quantization
@@ -89,6 +85,23 @@ def test_a_cpu_widens_the_weights_and_says_so(
     torch.testing.assert_close(ours, logits(tmp_path / "widened"), atol=1e-5, rtol=1e-5)
     assert "widened to float32 at load" in caplog.text
     assert form.endswith("block") or "because a CPU has no FP8 product" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_the_estimate_counts_fp8_in_blocks(kind: str, tmp_path: Path) -> None:
+    """On a GPU a number takes a byte, and each row has a scale per 128 inputs; elsewhere all is widened."""
+    fields = {"moe_intermediate_size": 256} if kind == "qwen3_moe" else {}
+    write_checkpoint(kind, tmp_path, hidden_size=256, intermediate_size=384, head_dim=64, **fields)
+    quantize_checkpoint(tmp_path, "fp8-block-128")
+    stored = load_file(tmp_path / "model.safetensors")
+    elements = {name: tensor.numel() for name, tensor in stored.items()}
+    numbers = sum(tensor.numel() for tensor in stored.values() if tensor.dtype is FP8)
+    assert numbers
+    config, plain = load_model_config(tmp_path), load_model_config(tmp_path / "widened")
+    own = {name: count for name, count in elements.items() if not name.endswith("_scale_inv")}
+    widened = estimate_weights(plain, own, 2, "cuda")
+    assert estimate_weights(config, elements, 2, "cuda") == widened - numbers + 4 * numbers // 128
+    assert estimate_weights(config, elements, 2, "cpu") == estimate_weights(plain, own, 2, "cpu")
 
 
 def test_experts_are_widened_and_routers_are_not_quantised(tmp_path: Path) -> None:

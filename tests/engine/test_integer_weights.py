@@ -14,7 +14,8 @@ from argosy_engine.api.doctor import diagnose
 from argosy_engine.attention import cpu_attn
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
-from argosy_engine.layers.linear_method import linear_method, quantized_weight
+from argosy_engine.layers.linear_method import linear_method
+from argosy_engine.layers.products import quantized_weight
 from argosy_engine.model_configs.quantization_config import HEAD_BITS, INTEGER_BITS
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.loader import load_model
@@ -105,11 +106,20 @@ def test_a_scale_is_of_a_group_and_the_largest_magnitude_is_kept() -> None:
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     config = load_model_config(tmp_path)
-    with pytest.raises(ConfigError, match="--quantization int8 needs the CPU kernels"):
+    with pytest.raises(
+        ConfigError, match=r"int8 .*the CPU kernels are off or do not run here in float16; leave"
+    ):
         linear_method(config, "int8", dtype=torch.float16, device=CPU, uses_triton=False)
-    args = EngineArgs.of(model="builtin://tiny", quantization="int8")
-    with pytest.raises(ConfigError, match="on CPUs only"):
-        diagnose(args, DeviceMemory("cuda", "a GPU", 1 << 34, 1 << 34))
+    gpu = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"int4 .*the Triton kernels do not serve here; leave"):
+        linear_method(config, "int4", dtype=torch.float16, device=gpu, uses_triton=False)
+    with pytest.raises(ConfigError, match=r"int4 .*in bfloat16 and float16; leave"):
+        linear_method(config, "int4", dtype=torch.float32, device=gpu, uses_triton=True)
+    args = EngineArgs.of(model="builtin://tiny", quantization="int8", dtype="float32")
+    memory = DeviceMemory("cuda", "a GPU", 1 << 34, 1 << 34)
+    with pytest.raises(ConfigError, match="in bfloat16 and float16; leave"):
+        diagnose(args, memory)
+    assert diagnose(EngineArgs.of(model="builtin://tiny", quantization="int8", dtype="bfloat16"), memory).fits
 
 
 def test_the_estimate_is_what_weights_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.experts import ExpertsSpec
 from argosy_engine.layers.linear import Linear, LinearSpec
-from argosy_engine.layers.linear_method import IntegerProduct, LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.linear_method import LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.products import CpuIntegers, IntegerProduct
 from argosy_engine.model_configs.quantization_config import (
     QuantizationConfig,
     no_integer_product,
@@ -172,7 +173,9 @@ def load_fused(path: Path, parts: dict[str, int]) -> Linear:
     quantization = load_quantization(path).with_stored_layers(weights.names)
     loaded = kernels()
     assert loaded is not None
-    return SchemeLinearMethod(quantization, IntegerProduct(loaded)).load(weights, LinearSpec(parts, 64))
+    return SchemeLinearMethod(quantization, IntegerProduct(CpuIntegers(loaded))).load(
+        weights, LinearSpec(parts, 64)
+    )
 
 
 @needs_kernels
@@ -200,10 +203,15 @@ def test_what_the_kernels_do_not_take_is_widened_and_the_reason_is_said(
     write_checkpoint("llama", tmp_path)
     pack_checkpoint(tmp_path, Format(gptq_config(4, 4), gptq(4, 4)))
     quantization = load_quantization(tmp_path)
-    assert "groups of a multiple of 8 inputs, not of 4" in what_becomes(quantization, "float32", None, None)
-    refusal = no_integer_product("cpu", has_kernels=False)
+    told = what_becomes(quantization, "float32", "a CPU has no FP8", None, "cpu")
+    assert "groups of a multiple of 8 inputs, not of 4" in told
+    refusal = no_integer_product("cpu", "float32", has_kernels=False)
     assert "the CPU kernels are off" in what_becomes(
-        parse_quantization({"quantization_config": FORMATS["gptq-4"].config}, {}), "float32", None, refusal
+        parse_quantization({"quantization_config": FORMATS["gptq-4"].config}, {}),
+        "float32",
+        None,
+        refusal,
+        "cpu",
     )
     assert torch.equal(logits_of(tmp_path), logits_of(tmp_path / "widened"))
 
@@ -230,15 +238,44 @@ def test_the_estimate_is_what_packed_weights_take(
 
 
 def test_reasons_are_those_of_the_device() -> None:
-    def told(form: str, refusal: str | None, integer_refusal: str | None) -> str:
+    def told(form: str, integer_refusal: str | None, device: str, *, has_experts: bool = False) -> str:
         config = parse_quantization({"quantization_config": FORMATS[form].config}, {})
-        return what_becomes(config, "bfloat16", refusal, integer_refusal).partition("because ")[2]
+        refusal = "no FP8" if device == "cpu" else None
+        return what_becomes(
+            config, "bfloat16", refusal, integer_refusal, device, has_experts=has_experts
+        ).partition(": ")[2]
 
-    gpu = no_integer_product("cuda", has_kernels=False)
-    for form in ("gptq-4", "gptq-3", "bnb-nf4", "modelopt-nvfp4"):
-        assert told(form, None, gpu) == "no kernel multiplies by them as they are"
-    assert told("gptq-3", "no FP8", None) == "the CPU kernels multiply by 4 and 8 bits, not by 3"
-    assert told("gptq-4", "no FP8", None) == ""
+    widened = "widened to bfloat16 at load, because"
+    for device, name in (("cpu", "the CPU kernels"), ("cuda", "the GPU kernels")):
+        for form in ("bnb-nf4", "modelopt-nvfp4"):
+            assert told(form, None, device) == f"{widened} no kernel multiplies by them as they are"
+        assert told("gptq-3", None, device) == f"{widened} {name} multiply by 4 and 8 bits, not by 3"
+        assert told("gptq-4", None, device) == f"multiplied by {name} as they are packed"
+    assert told("pack-4-asym", None, "cuda").endswith("take groups of a multiple of 32 inputs, not of 16")
+    assert told("gptq-4", no_integer_product("cuda", "float32", has_kernels=False), "cuda") == (
+        f"{widened} the GPU kernels multiply by integers in bfloat16 and float16"
+    )
+    assert told("gptq-4", no_integer_product("cuda", "float16", has_kernels=False), "cuda") == (
+        f"{widened} the Triton kernels do not serve here"
+    )
+    assert no_integer_product("cuda", "float16", has_kernels=True) is None
+    config = parse_quantization({"quantization_config": {"quant_method": "mxfp4"}}, {})
+    kept = "multiplied by the GPU kernels as they are packed"
+    for dtype, refusal, device, becomes in (
+        ("bfloat16", None, "cuda", kept),
+        ("bfloat16", "no Triton", "cuda", f"{widened} no Triton"),
+        (
+            "float16",
+            None,
+            "cuda",
+            "widened to float16 at load, because the GPU kernels multiply by MXFP4 in bfloat16",
+        ),
+        ("bfloat16", None, "cpu", f"{widened} no kernel multiplies by them as they are"),
+    ):
+        assert what_becomes(config, dtype, "no FP8", refusal, device).partition(": ")[2] == becomes
+    assert told("gptq-4", None, "cuda", has_experts=True) == (
+        "multiplied by the GPU kernels as they are packed; experts of packed integers widened to bfloat16 at load"
+    )
 
 
 @needs_kernels
@@ -257,7 +294,7 @@ def test_the_fingerprint_tells_packed_from_widened(tmp_path: Path, monkeypatch: 
     found = []
     for keeps in (True, True, False):
         if not keeps:
-            monkeypatch.setattr(worker, "keeps_integers", lambda *_: False)
+            monkeypatch.setattr(worker, "keeps_integers", lambda *_, **__: False)
         with closing(InprocClient(EngineArgs.of(model=str(tmp_path), **EXACT))) as client:
             found.append(client.config.model_fingerprint)
     assert found[0] == found[1] != found[2]
@@ -285,6 +322,38 @@ def test_doctor_says_what_becomes_of_the_weights_and_counts_them_so(form: str, t
         becomes = "multiplied by the CPU kernels as they are packed(, where fused .+)?"
     assert re.fullmatch(rf"weights in .+ \({config.method}\): {becomes}; .+ in the files", found[0].weights)
     assert found[1].weights is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_doctor_says_it_of_a_gpu_and_counts_them_so(dtype: str, tmp_path: Path) -> None:
+    """Experts are widened there."""
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "sparse").mkdir()
+    write(tmp_path / "dense", "gptq-4", hidden_size=256, intermediate_size=512, head_dim=64)
+    write(tmp_path / "sparse", "gptq-4", "qwen3_moe")
+    memory = DeviceMemory("cuda", "a GPU", 8 << 30, 8 << 30)
+    shares = {}
+    for name in ("dense", "sparse"):
+        path = tmp_path / name
+        sizes = []
+        for each in (path, path / "widened"):
+            (each / "tokenizer.json").write_bytes(
+                (resolve_model("builtin://tiny") / "tokenizer.json").read_bytes()
+            )
+            found = diagnose(EngineArgs.of(model=str(each), dtype=dtype), memory)
+            assert found.budget is not None
+            sizes.append(found.budget.weights_bytes)
+            if each == path:
+                assert found.weights is not None
+                packs = "multiplied by the GPU kernels as they are packed" in found.weights
+                assert packs == (dtype == "bfloat16")
+                assert ("experts of packed integers widened" in found.weights) == (packs and name == "sparse")
+        shares[name] = sizes[0] / sizes[1]
+    if dtype == "bfloat16":
+        assert shares["dense"] < 0.45
+        assert 0.5 < shares["sparse"] < 1
+    else:
+        assert all(0.99 < share < 1.01 for share in shares.values())
 
 
 @pytest.mark.usefixtures("widens")

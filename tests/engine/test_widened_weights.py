@@ -105,11 +105,12 @@ def test_estimates_are_those_of_widened_weights(tmp_path: Path) -> None:
     config = load_model_config(tmp_path)
     plain = tmp_path / "plain"
     write_checkpoint("gpt_oss", plain, hidden_size=96, intermediate_size=64, head_dim=32)
-    sizes = [
-        estimate_weights(each, plan_weights(each, torch.bfloat16).elements, 2, "cuda")
-        for each in (config, load_model_config(plain))
-    ]
-    assert sizes[1] < sizes[0] < 1.1 * sizes[1]
+    packed, widened, unquantised = (
+        estimate_weights(each, plan_weights(each, torch.bfloat16).elements, 2, device)
+        for each, device in ((config, "cuda"), (config, "cpu"), (load_model_config(plain), "cpu"))
+    )
+    assert unquantised < widened < 1.1 * unquantised
+    assert packed < 0.75 * unquantised
 
 
 def refusal(path: Path, **flags: Any) -> str:

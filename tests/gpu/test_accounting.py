@@ -53,6 +53,11 @@ LIMITS = {
     "Qwen3-8B-FP8-dynamic": Limits(10, 9, 1.07),
     "Qwen3-30B-A3B-FP8-dynamic": Limits(13, 9, 1.06),
     "Meta-Llama-3-8B-Instruct-FP8": Limits(10, 9, 1.07),
+    "Qwen3-8B-FP8": Limits(13, 9, 1.08),
+    "Qwen3-30B-A3B-FP8": Limits(14, 9, 1.07),
+    "gpt-oss-20b MXFP4": Limits(13, 9, 1.09),
+    "Llama-3-8B int8": Limits(10, 9, 1.07),
+    "Llama-3-8B int4": Limits(10, 9, 1.08),
 }
 
 

@@ -206,6 +206,124 @@ def test_fp8_weights(dtype, is_per_channel):
     assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (176, 144)])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_fp8_weights_with_scales_of_blocks(activation, hidden, inner, dtype):
+    tokens = 5
+    x, logits, w1, w2 = inputs(tokens, hidden=hidden, inner=inner, dtype=dtype)
+    if activation == "relu2":
+        w1 = w1[:, inner:].contiguous()
+
+    def quantised(weight, seed):
+        """Return FP8, scales [experts, blocks, rows], and what these stand for."""
+        experts, rows, columns = weight.shape
+        scales = 0.5 + torch.rand(
+            experts, -(-columns // 128), rows, generator=torch.Generator().manual_seed(seed)
+        )
+        factors = scales.repeat_interleave(128, dim=1)[:, :columns].transpose(1, 2)
+        values = (weight.float() / factors).to(torch.float8_e4m3fn)
+        return values, scales, values.float() * factors
+
+    (w1, w1_scale, wide_1), (w2, w2_scale, wide_2) = quantised(w1, 5), quantised(w2, 6)
+    if activation == "silu":
+        wanted = expected(x, logits, wide_1, wide_2, 2, normalises=True)
+    else:
+        wanted = torch.zeros(x.shape)
+        for token, row in enumerate(logits):
+            chosen = row.topk(2)
+            for expert, weight in zip(chosen.indices, torch.softmax(chosen.values, dim=0), strict=True):
+                wanted[token] += weight * (
+                    wide_2[expert] @ F.relu(wide_1[expert] @ x[token].float()).square()
+                )
+    out = fused_moe(
+        x, logits, w1, w2, 2, normalises=True, activation=activation, w1_scale=w1_scale, w2_scale=w2_scale
+    )
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat((E2M1, -E2M1))
+
+
+def mxfp4(experts, rows, columns, seed):
+    """Return pairs, exponents, and what they stand for. Every number and some extremes of the exponents occur."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(
+        122, 126, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator
+    )
+    exponents[:, 0] = 1  # as good as 0
+    numbers = torch.stack((E2M1[(pairs & 15).long()], E2M1[(pairs >> 4).long()]), dim=3).flatten(2)
+    factors = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return pairs, exponents, numbers * factors.repeat_interleave(32, dim=2)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (96, 64), (128, 160)])
+def test_mxfp4_with_biases_and_the_clamped_activation(hidden, inner, tokens):
+    """As in gpt-oss: weights are widened in the kernel, and the result is that of the widened ones."""
+    x, logits, _, _ = inputs(tokens, experts=5, hidden=hidden, dtype=torch.bfloat16)
+    w1, w1_scale, wide_1 = mxfp4(5, 2 * inner, hidden, 5)
+    w2, w2_scale, wide_2 = mxfp4(5, hidden, inner, 6)
+    biases = {
+        "w1_bias": random(5, 2 * inner, seed=7, dtype=torch.bfloat16),
+        "w2_bias": random(5, hidden, seed=8, dtype=torch.bfloat16),
+    }
+    out = fused_moe(
+        x,
+        logits,
+        w1,
+        w2,
+        2,
+        normalises=True,
+        activation="swigluoai",
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        **biases,
+    )
+    wide_1, wide_2 = wide_1.to(torch.bfloat16), wide_2.to(torch.bfloat16)
+    widened = fused_moe(x, logits, wide_1, wide_2, 2, normalises=True, activation="swigluoai", **biases)
+    torch.testing.assert_close(out.float(), widened.float(), rtol=1e-2, atol=1e-2)
+    exact = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token, row in enumerate(logits):
+        chosen = row.topk(2)
+        for expert, weight in zip(chosen.indices, torch.softmax(chosen.values, dim=0), strict=True):
+            both = wide_1[expert].double() @ x[token].double() + biases["w1_bias"][expert].double()
+            gate, up = both.chunk(2)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            activated = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            exact[token] += weight * (
+                wide_2[expert].double() @ activated + biases["w2_bias"][expert].double()
+            )
+    assert (out.double() - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_mxfp4_with_other_activations(activation):
+    x, logits, _, _ = inputs(3, dtype=torch.bfloat16)
+    w1, w1_scale, wide_1 = mxfp4(4, 32 if activation == "relu2" else 64, 64, 5)
+    w2, w2_scale, wide_2 = mxfp4(4, 64, 32, 6)
+    given = {"normalises": True, "activation": activation}
+    out = fused_moe(x, logits, w1, w2, 2, w1_scale=w1_scale, w2_scale=w2_scale, **given)
+    widened = fused_moe(x, logits, wide_1.to(x.dtype), wide_2.to(x.dtype), 2, **given)
+    torch.testing.assert_close(out.float(), widened.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_mxfp4_needs_bfloat16_and_whole_blocks():
+    x, logits, _, _ = inputs(1)
+    w1, w1_scale, _ = mxfp4(4, 64, 64, 5)
+    w2, w2_scale, _ = mxfp4(4, 64, 32, 6)
+    scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    with pytest.raises(ValueError, match="bfloat16"):
+        fused_moe(x, logits, w1, w2, 2, normalises=True, **scales)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        fused_moe(x.bfloat16(), logits, w1, w2[:, :, :8], 2, normalises=True, **scales)
+    with pytest.raises(ValueError, match="need both"):
+        fused_moe(x.bfloat16(), logits, w1, w2, 2, normalises=True, w1_scale=w1_scale)
+
+
 def test_padding_is_zero_and_changes_nothing():
     x, logits, w1, w2 = inputs(6)
     slots = torch.tensor([0, -1, 5, -1, -1, 7])

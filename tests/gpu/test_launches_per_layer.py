@@ -16,9 +16,14 @@ from argosy_engine.attention.backend import AttentionMetadata, ModelInputs
 from argosy_engine.attention.triton_attn import TritonBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.layers.layer_factory import LayerFactory
-from argosy_engine.layers.linear_method import Fp8Product, OnlineFp8LinearMethod, SchemeLinearMethod
+from argosy_engine.layers.linear_method import (
+    OnlineFp8LinearMethod,
+    OnlineIntLinearMethod,
+    SchemeLinearMethod,
+)
+from argosy_engine.layers.products import Fp8Product, TritonIntegers
 from argosy_engine.model_configs.quantization_config import QuantizationConfig
-from argosy_engine.model_configs.weight_schemes import Fp8Scheme
+from argosy_engine.model_configs.weight_schemes import BlockFp8Scheme, Fp8Scheme
 from argosy_engine.models import registry
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.triton_kernels.activations import quantize_fp8
@@ -126,11 +131,39 @@ FP8_METHODS = {
 @pytest.mark.parametrize("method", FP8_METHODS)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
 def test_fp8_products_find_their_inputs_quantised(name, method, tmp_path):
-    plain = [each.replace("mm", "_scaled_mm") for each in per_layer(name, tmp_path)]
-    names = per_layer(name, tmp_path, method=FP8_METHODS[method])
-    assert "quantize_fp8" not in names
-    assert names.count("_scaled_mm") == 2 * (2 if name == "qwen3-moe" else 4)
-    assert len(names) == len(plain) == 2 * (13 if name == "qwen3-moe" else 10)
+    for requests, product in ((1, "fp8_linear_few"), (17, "_scaled_mm")):
+        plain = per_layer(name, tmp_path, requests=requests)
+        names = per_layer(name, tmp_path, method=FP8_METHODS[method], requests=requests)
+        assert "quantize_fp8" not in names
+        assert names.count(product) == 2 * (2 if name == "qwen3-moe" else 4)
+        assert len(names) == len(plain) == 2 * (13 if name == "qwen3-moe" else 10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_products_by_fp8_in_blocks_quantise_many_tokens(name, tmp_path):
+    config = QuantizationConfig(
+        method="fp8", default=BlockFp8Scheme(block=(128, 128)), ignored=("re:.*gate$",)
+    )
+    method = SchemeLinearMethod(config, Fp8Product(quantize_fp8))
+    count = 2 * (2 if name == "qwen3-moe" else 4)
+    names = per_layer(name, tmp_path, method=method)
+    assert names.count("fp8_linear_few") == count
+    assert len(names) == len(per_layer(name, tmp_path))
+    names = per_layer(name, tmp_path, method=method, requests=17)
+    assert names.count("quantize_fp8_blocks") == names.count("block_fp8_linear_many") == count
+    assert len(names) == len(per_layer(name, tmp_path, requests=17)) + count
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_products_by_packed_integers_take_a_launch_each(name, bits, tmp_path):
+    method = OnlineIntLinearMethod(bits, TritonIntegers(narrows=False))
+    plain, names = per_layer(name, tmp_path), per_layer(name, tmp_path, method=method)
+    count = 2 * (2 if name == "qwen3-moe" else 4)
+    assert names.count("packed_linear_few") == count
+    assert len(names) == len(plain)
+    many = per_layer(name, tmp_path, method=method, requests=64)
+    assert many.count("packed_linear_many") == count
 
 
 @pytest.mark.parametrize("method", FP8_METHODS)

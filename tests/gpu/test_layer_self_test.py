@@ -8,7 +8,16 @@ import transformers
 
 from argosy_engine.layers.self_test import layer_self_test
 from argosy_engine.models.config_file import load_model_config
-from argosy_engine.triton_kernels import activations, fused_moe, gated_delta_net, mamba, rms_norm, short_conv
+from argosy_engine.triton_kernels import (
+    activations,
+    fp8_linear,
+    fused_moe,
+    gated_delta_net,
+    mamba,
+    packed_linear,
+    rms_norm,
+    short_conv,
+)
 from random_checkpoints import KINDS
 from transformers_checkpoints import write_checkpoint
 
@@ -76,6 +85,32 @@ def test_a_wrong_norm_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
     assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_by_packed_integers_pass(dtype, tmp_path):
+    forms = [(4, 128), (4, 32), (8, 64), (8, None)]
+    assert layer_self_test(config_of("llama", tmp_path), dtype, CPU, packed=forms) is None
+
+
+@pytest.mark.parametrize("form", [(4, 32), (8, None)])
+def test_a_wrong_product_by_packed_integers_is_found(form, monkeypatch, tmp_path):
+    monkeypatch.setattr(packed_linear, "packed_linear", scaled(packed_linear.packed_linear))
+    reason = layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU, packed=[form])
+    assert f"a product by int{form[0]} in groups of {form[1] or 288} is wrong by" in reason
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shown"),
+    [
+        ("fp8_linear_few", "a product in FP8 is wrong by"),
+        ("block_fp8_linear", "a product by FP8 in blocks is wrong by"),
+    ],
+)
+def test_a_wrong_product_in_fp8_is_found(kernel, shown, monkeypatch, tmp_path):
+    monkeypatch.setattr(fp8_linear, kernel, scaled(getattr(fp8_linear, kernel)))
+    config = config_of("llama", tmp_path)
+    assert re.match(shown, layer_self_test(config, torch.bfloat16, CPU, has_fp8_products=True))
+
+
 def scaled(kernel):
     return lambda *args, **settings: kernel(*args, **settings) * 1.1
 
@@ -93,6 +128,21 @@ def test_a_wrong_norm_is_found(name, monkeypatch, tmp_path):
 def test_a_wrong_activation_is_found(name, kernel, monkeypatch, tmp_path):
     monkeypatch.setattr(activations, kernel, scaled(getattr(activations, kernel)))
     assert f"{name} is wrong by" in layer_self_test(config_of("llama", tmp_path), torch.bfloat16, CPU)
+
+
+def test_experts_in_mxfp4_pass_and_wrong_ones_are_found(monkeypatch, tmp_path):
+    write_checkpoint("gpt_oss", tmp_path, hidden_size=96, intermediate_size=64, head_dim=32)
+    config = load_model_config(tmp_path)
+    assert layer_self_test(config, torch.bfloat16, CPU, has_mxfp4=True) is None
+    kernel = fused_moe.fused_moe
+
+    def wrong(x, logits, w1, *args, **settings):
+        out = kernel(x, logits, w1, *args, **settings)
+        return out * 1.1 if w1.dtype is torch.uint8 else out
+
+    monkeypatch.setattr(fused_moe, "fused_moe", wrong)
+    reason = layer_self_test(config, torch.bfloat16, CPU, has_mxfp4=True)
+    assert "experts in MXFP4 are wrong by" in reason
 
 
 def test_wrong_experts_are_found(monkeypatch, tmp_path):

@@ -53,6 +53,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "modelopt-file": {},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]},
     "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+    "fp8-block-128": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "fp8-transformers": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "compressed-tensors-block": _compressed(
         "block", {"strategy": "group", "dynamic": True, "group_size": 40}
@@ -97,9 +98,10 @@ def quantize_checkpoint(
             is_linear &= should_convert_module(module, skipped)
         if not is_linear:
             continue
-        if form.endswith("block"):
-            suffix = "_scale_inv" if form == "fp8-block" else "_scale"
-            stored[name], stored[name + suffix], widened[name] = in_blocks(tensor)
+        if "-block" in form:
+            suffix = "_scale_inv" if form.startswith("fp8-block") else "_scale"
+            size = (128, 128) if form.endswith("128") else BLOCK
+            stored[name], stored[name + suffix], widened[name] = in_blocks(tensor, size)
             continue
         largest = tensor.abs().amax(dim=1, keepdim=True) if is_per_channel else tensor.abs().amax()
         # Scales in bfloat16, as compressed-tensors has them, are exact in float32.
@@ -126,15 +128,17 @@ def quantize_checkpoint(
         (path / "config.json").write_text(json.dumps({**config, "quantization_config": description}))
 
 
-def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def in_blocks(
+    weight: torch.Tensor, size: tuple[int, int] = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a weight [out, in] in FP8, the scale of each block, and what the numbers stand for."""
-    counts = [-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True)]
+    counts = [-(-whole // block) for whole, block in zip(weight.shape, size, strict=True)]
     scales, values, widened = torch.empty(counts), weight.to(FP8), weight.clone()
     for row in range(counts[0]):
         for column in range(counts[1]):
             place = tuple(
                 slice(index * block, (index + 1) * block)
-                for index, block in zip((row, column), BLOCK, strict=True)
+                for index, block in zip((row, column), size, strict=True)
             )
             scale = weight[place].abs().amax() / 448
             part = (weight[place] / scale).clamp(-448, 448).to(FP8)

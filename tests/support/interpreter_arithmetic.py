@@ -1,7 +1,7 @@
 """Makes Triton's interpreter compute as GPUs do.
 
-It truncates float32 to bfloat16, loses the carry when it rounds to FP8, reads FP8's NaN as 480, and multiplies matrices
-of bfloat16 by their bit patterns.
+It truncates float32 to bfloat16, loses the carry when it rounds to FP8, reads FP8's NaN as 480, and adds and multiplies
+numbers and matrices of bfloat16 by their bit patterns.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def compute_like_a_gpu() -> None:
-    """Replace the interpreter's conversions between floating-point dtypes and its `tl.dot`, for this process."""
+    """Replace the interpreter's conversions between floating-point dtypes, its arithmetic in bfloat16 and its `tl.dot`,
+    for this process."""
     original = interpreter._convert_float
+    original_binary = interpreter.InterpreterBuilder.binary_op
     original_dot = interpreter.InterpreterBuilder.create_dot
 
     def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -42,7 +44,15 @@ def compute_like_a_gpu() -> None:
         product = _widened(a.data, a.dtype.scalar).numpy() @ _widened(b.data, b.dtype.scalar).numpy()
         return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
+    def binary(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if left.dtype.scalar is not tl.bfloat16 or operation not in (np.add, np.subtract, np.multiply):
+            return original_binary(self, left, right, operation)
+        values = operation(*(_widened(each.data, tl.bfloat16).numpy() for each in (left, right)))
+        rounded = convert(values, tl.float32, tl.bfloat16, None)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
     interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.binary_op = binary
     interpreter.InterpreterBuilder.create_dot = dot
 
 

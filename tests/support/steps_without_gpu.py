@@ -125,7 +125,7 @@ def count(path: Path) -> None:
         model=str(path), max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, block_size=16, max_logprobs=0
     )
     runner = runner_of(path, args)
-    warm_up(runner, args, LENGTH, has_experts=load_model_config(path).num_routed_experts > 0)
+    warm_up(runner, args, LENGTH, has_tiles=load_model_config(path).num_routed_experts > 0)
     warmed = dict(counts)
     run_steps(runner, args)
     print(json.dumps({"warmed": warmed, "after": counts}), flush=True)

@@ -226,13 +226,15 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     layers = [layer.of_rank(ranks) for layer in config.attention_layers]
     needs = AttentionNeeds(device.device, dtype, args.block_size, layers, args.has_fp8_kv_cache)
     backend = select_backend(needs, args.attention_backend)
-    refusal = no_fp8_product(dtype, device.device, backend.name in ("triton", "flash_attn"))
-    check_online_quantization(config.quantization, args.quantization, device.device, refusal)
+    refusal = no_fp8_product(dtype, device.device, backend.uses_triton)
+    packs = _packs_integers(device.device, dtype, backend)
+    integer_refusal = no_integer_product(device.device, dtype, has_kernels=packs)
+    check_online_quantization(config.quantization, args.quantization, refusal, integer_refusal)
     weights: str | None = None
     if config.quantization is not None:
-        integer_refusal = no_integer_product(device.device, has_kernels=has_kernels(dtype, device.device))
         refusals = (WIDENS, WIDENS) if is_foreign else (refusal, integer_refusal)
-        weights = what_becomes(config.quantization, dtype, *refusals)
+        has_experts = config.num_routed_experts > 0
+        weights = what_becomes(config.quantization, dtype, *refusals, device.device, has_experts=has_experts)
         weights += f"; {size(stored_bytes)} in the files" if stored_bytes else ""
     elif args.quantization in INTEGER_BITS:
         weights = f"quantised to {args.quantization} as they are loaded, and multiplied as they are packed"
@@ -266,7 +268,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     try:
         budget = scarcest(
             [
-                _stage_budget(args, config, elements, num_encoder, device, dtype, backend.name, each)
+                _stage_budget(args, config, elements, num_encoder, device, dtype, backend, each)
                 for each in all_stages(stages)
             ]
         )
@@ -279,6 +281,13 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     return diagnosis
 
 
+def _packs_integers(device: str, dtype: str, backend: BackendChoice) -> bool:
+    """Whether our kernels multiply by integers as they are packed."""
+    if device == "cuda":
+        return backend.uses_triton and dtype != "float32"
+    return has_kernels(dtype, device)
+
+
 def _stage_budget(
     args: EngineArgs,
     config: ModelConfig,
@@ -286,7 +295,7 @@ def _stage_budget(
     num_encoder: int,
     device: DeviceMemory,
     dtype: str,
-    backend: str,
+    backend: BackendChoice,
     stage: Stage,
 ) -> MemoryBudget:
     """Return the budget of a worker of a pipeline stage.
@@ -303,7 +312,7 @@ def _stage_budget(
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:
         elements = rank_elements(config, elements, ranks, expert_size, stage)
-    activations = estimate_activations(config, args, itemsize, backend)
+    activations = estimate_activations(config, args, itemsize, backend.name)
     return plan_memory(
         args,
         config,
@@ -324,7 +333,7 @@ def _stage_budget(
             ranks,
             stage,
             args.quantization,
-            keeps_integers=not config.widens_fp8 and has_kernels(dtype, device.device),
+            keeps_integers=not config.widens_fp8 and _packs_integers(device.device, dtype, backend),
         )
         + num_encoder * itemsize,
         activation_bytes=encoder_cache_bytes(args, config, itemsize)

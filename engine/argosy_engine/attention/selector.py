@@ -79,6 +79,11 @@ class BackendChoice(NamedTuple):
     refused: Mapping[str, str]
     """The backends that would have been preferred, and why each cannot serve."""
 
+    @property
+    def uses_triton(self) -> bool:
+        """See `AttentionBackend`."""
+        return self.name in ("triton", "flash_attn")
+
     def __str__(self) -> str:
         reasons = "; ".join(f"not {name}: {reason}" for name, reason in self.refused.items())
         return f"{self.name} ({reasons})" if reasons else self.name

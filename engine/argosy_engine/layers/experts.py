@@ -185,32 +185,51 @@ class StackedExperts(NamedTuple):
     """The weights of the experts, or of the part that this process computes."""
 
     gate_up: torch.Tensor
-    """[num_experts, 2 * inner, hidden], the gate's rows first; [num_experts, inner, hidden] if there is no gate."""
+    """[num_experts, 2 * inner, hidden], the gate's rows first; [num_experts, inner, hidden] if there is no gate. In
+    MXFP4 uint8, with two columns in a byte."""
     down: torch.Tensor
     """[num_experts, hidden, inner]"""
     gate_up_scale: torch.Tensor | None = None
-    """float32, a factor for each row of FP8 weights; None: the weights have the activations' dtype."""
+    """float32, a factor for each row of FP8 weights, [num_experts, rows], or for each 128 inputs of a row,
+    [num_experts, blocks, rows]; of MXFP4 uint8 [num_experts, rows, hidden / 32]. None: the weights have the dtype of
+    the activations."""
     down_scale: torch.Tensor | None = None
-    """float32 [num_experts, hidden]"""
+    """float32 [num_experts, hidden] or [num_experts, blocks, hidden]; uint8 [num_experts, hidden, inner / 32]"""
     gate_up_bias: torch.Tensor | None = None
     """[num_experts, 2 * inner], in the activations' dtype"""
     down_bias: torch.Tensor | None = None
     """[num_experts, hidden]"""
 
     @classmethod
-    def empty(cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> StackedExperts:
-        """Allocate the weights of the experts that this process holds, and scales if they are in FP8."""
+    def empty(
+        cls, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, block: int | None = None
+    ) -> StackedExperts:
+        """Allocate the weights of the experts that this process holds, and scales if they are in FP8 or (uint8) MXFP4.
+
+        Args:
+            block: inputs of a row that share a scale; None: all.
+        """
         count, hidden, inner = len(spec.held_experts), spec.hidden, spec.num_features
         rows = (len(spec.layers) - 1) * inner
+        if dtype is torch.uint8:
+            sizes = ((rows, hidden // 2), (hidden, inner // 2), (rows, hidden // 32), (hidden, inner // 32))
+            return cls(*(torch.empty(count, *size, dtype=dtype, device=device) for size in sizes))
         gate_up = torch.empty(count, rows, hidden, dtype=dtype, device=device)
         down = torch.empty(count, hidden, inner, dtype=dtype, device=device)
         if dtype is not torch.float8_e4m3fn:
             return cls(gate_up, down)
-        scales = (torch.empty(count, size, dtype=torch.float32, device=device) for size in (rows, hidden))
+        scales = (
+            torch.empty(
+                (count, size) if block is None else (count, -(-inputs // block), size),
+                dtype=torch.float32,
+                device=device,
+            )
+            for size, inputs in ((rows, hidden), (hidden, inner))
+        )
         return cls(gate_up, down, *scales)
 
     def places(self, place: int) -> Iterator[tuple[ExpertLayer, torch.Tensor, torch.Tensor | None]]:
-        """Yield where an expert's projections go: the weight and, in FP8, the scales of its channels.
+        """Yield where an expert's projections go: the weight and, in FP8, the scales of its rows or of their blocks.
 
         Args:
             place: index among the experts that this process computes.
@@ -219,7 +238,7 @@ class StackedExperts(NamedTuple):
         parts: tuple[ExpertLayer, ...] = ("gate", "up") if has_gate else ("up",)
         for index, name in enumerate(parts):
             rows = slice(index * inner, (index + 1) * inner)
-            scale = None if self.gate_up_scale is None else self.gate_up_scale[place, rows]
+            scale = None if self.gate_up_scale is None else self.gate_up_scale[place, ..., rows]
             yield name, self.gate_up[place, rows], scale
         yield "down", self.down[place], None if self.down_scale is None else self.down_scale[place]
 

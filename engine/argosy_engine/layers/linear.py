@@ -8,7 +8,7 @@ layout, about 1.4x; float32: transposed). How weights are loaded, and products i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,23 @@ def ordered(spec: LinearSpec, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.itemsize == 1:  # torch indexes FP8 only as bytes
         return tensor.view(torch.uint8)[index].view(tensor.dtype)
     return tensor[index]
+
+
+def fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
+    if len(spec.parts) == 1:
+        return take(next(iter(spec.parts)))
+    fused: torch.Tensor | None = None
+    start = 0
+    for name in spec.parts:
+        size = spec.num_outputs(name)
+        part = take(name)
+        if fused is None:
+            fused = part.new_empty((spec.out_features, *part.shape[1:]))
+        fused[start : start + size].copy_(part)
+        start += size
+    assert fused is not None
+    return fused
 
 
 class Linear(ABC):

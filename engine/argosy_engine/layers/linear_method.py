@@ -4,23 +4,13 @@ A method decides which tensors of the checkpoint make up a layer, in which dtype
 and what multiplies by them. Models only describe their projections (`linear.LinearSpec`). Design: vLLM's
 `LinearMethodBase`.
 
-FP8 with a scale per output channel is multiplied in FP8, or widened to the engine's dtype at load. A scale per tensor
-counts as equal scales of its channels, so that projections that are fused need no common scale, and one product serves
-all schemes: rows of activations have scales of their own, channels of the weight too.
-
-Integers of 4 and 8 bits with scales of groups or channels are multiplied by the CPU kernels as they are packed, and
-widened elsewhere.
-
-FP8 with a scale per block of the weight (DeepSeek-V3, arXiv 2412.19437) and experts in MXFP4 (gpt-oss; OCP Microscaling
-Formats 1.0) are always widened, a few rows at a time, and take the memory of unquantised ones.
+What multiplies by quantised weights as they are stored is in `products`; all others are widened to the engine's dtype
+at load.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +23,29 @@ from argosy_engine.layers.linear import (
     Linear,
     LinearSpec,
     SplitGatedLinear,
+    fuse,
     gated_linear_of,
     linear_of,
     ordered,
-    quantized_gated_linear_of,
-    quantized_linear_of,
 )
 from argosy_engine.layers.norms import GatedActivation
-from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, group_of_inputs, take_weight
+from argosy_engine.layers.products import (
+    FP8,
+    MAX_FP8,
+    CpuIntegers,
+    Fp8Linear,
+    Fp8Product,
+    IntegerKernels,
+    IntegerProduct,
+    Product,
+    QuantizeRows,
+    TritonIntegers,
+    is_aligned,
+    logger,
+    quantize_rows,
+    quantized_weight,
+)
+from argosy_engine.layers.scheme_weights import ROWS, StoredWeight, fp4_pairs, take_weight
 from argosy_engine.model_configs.experts_config import ExpertLayer
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.quantization_config import (
@@ -49,17 +54,15 @@ from argosy_engine.model_configs.quantization_config import (
     QuantizationConfig,
     check_online_quantization,
     check_quantization,
-    group_size,
-    is_multiplied,
     no_fp8_product,
     no_integer_product,
+    no_mxfp4_product,
     no_packed_product,
     what_becomes,
 )
 from argosy_engine.model_configs.sharding import Shard
-from argosy_engine.model_configs.weight_schemes import MX_GROUP, Scheme
-from argosy_engine.native.library import Kernels, QuantizedWeight, can_pack, kernels_for
-from argosy_engine.quantized_rows import Activations, RowQuantization
+from argosy_engine.model_configs.weight_schemes import MX_GROUP
+from argosy_engine.native.library import kernels_for
 
 
 class LinearMethod:
@@ -130,11 +133,17 @@ TakeRows = Callable[[Weights, str, tuple[int, int, int], Shard | None], torch.Te
 """Takes this process's part of a tensor of all experts, [experts, rows, columns], given its name and whole shape."""
 
 
-def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None = None) -> StackedExperts:
+def take_stacked(
+    weights: Weights,
+    spec: ExpertsSpec,
+    take_rows: TakeRows | None = None,
+    take_scales: TakeRows | None = None,
+) -> StackedExperts:
     """Take this process's part of experts that the checkpoint stores in two tensors, in the engine's dtype.
 
     Args:
         take_rows: None: weights are stored as `spec.names` says, unquantised.
+        take_scales: takes the scales of what `take_rows` leaves packed; None: nothing stays packed.
     """
     names = spec.names
     assert names.stacked is not None
@@ -172,6 +181,13 @@ def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None
     gate_up_name, down_name = map(spec.stacked, names.stacked)
     gate_up = take(gate_up_name, 2 * inner, hidden, Shard(1, both) if both else held)
     down = take(down_name, hidden, inner, held if own is None else Shard(2, (own,)))
+    scales: tuple[torch.Tensor, ...] = ()
+    if take_scales is not None:
+        take_rows = take_scales
+        scales = (
+            joined(take(gate_up_name, 2 * inner, hidden, Shard(1, both) if both else held)),
+            take(down_name, hidden, inner, held if own is None else Shard(2, (own,))).contiguous(),
+        )
     gate_up_bias = down_bias = None
     if names.biases is not None:
         bias_names = [spec.stacked(name) for name in names.biases]
@@ -184,6 +200,7 @@ def take_stacked(weights: Weights, spec: ExpertsSpec, take_rows: TakeRows | None
     return StackedExperts(
         joined(gate_up),
         down if down.is_meta else down.contiguous(),
+        *scales,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
@@ -212,36 +229,6 @@ def take_bias(weights: Weights, spec: LinearSpec) -> torch.Tensor | None:
     return ordered(spec, bias)
 
 
-def fuse(spec: LinearSpec, take: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Concatenate the parts along dimension 0, copying each into place as it is read to limit peak memory."""
-    if len(spec.parts) == 1:
-        return take(next(iter(spec.parts)))
-    fused: torch.Tensor | None = None
-    start = 0
-    for name in spec.parts:
-        size = spec.num_outputs(name)
-        part = take(name)
-        if fused is None:
-            fused = part.new_empty((spec.out_features, *part.shape[1:]))
-        fused[start : start + size].copy_(part)
-        start += size
-    assert fused is not None
-    return fused
-
-
-logger = logging.getLogger("argosy.models")
-
-FP8 = torch.float8_e4m3fn
-MAX_FP8 = 448.0
-"""Largest number of this format."""
-_ALIGNMENT = 16
-"""`torch._scaled_mm` takes sizes that are multiples of this."""
-
-
-QuantizeRows = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-"""See `triton_kernels.activations.quantize_fp8`."""
-
-
 def linear_method(
     config: ModelConfig,
     quantization: str | None,
@@ -262,37 +249,82 @@ def linear_method(
         ConfigError: the flag asks for another scheme than the checkpoint's, or the device cannot do it.
     """
     check_quantization(config.quantization, quantization)
-    reason = _no_fp8_product(dtype, device, uses_triton)
-    check_online_quantization(config.quantization, quantization, device.type, reason)
+    reason, name = _no_fp8_product(dtype, device, uses_triton), str(dtype).removeprefix("torch.")
+    kernels = integer_kernels(dtype, device, uses_triton, narrows=config.quantization is not None)
+    refusal = no_integer_product(device.type, name, has_kernels=kernels is not None)
+    check_online_quantization(config.quantization, quantization, reason, refusal)
     if config.quantization is None:
         if quantization is None:
             return LinearMethod(is_traceable=is_traceable)
         if (bits := INTEGER_BITS.get(quantization)) is not None:
-            return _online_integers(bits, dtype, device)
-        return OnlineFp8LinearMethod(_quantize_rows())
-    found = config.quantization
-    name = str(dtype).removeprefix("torch.")
-    refusal = no_integer_product(device.type, has_kernels=kernels_for(device, dtype) is not None)
-    logger.info("%s", what_becomes(found, name, reason, refusal))
-    product: Product | None = None
-    if (loaded := _integer_kernels(config, dtype, device)) is not None:
-        product = IntegerProduct(loaded)
-    elif found.has_fp8 and reason is None:
-        product = Fp8Product(_quantize_rows())
-    return SchemeLinearMethod(found, product)
+            assert kernels is not None
+            logger.info(
+                "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs, the output head to "
+                "int%d",
+                bits,
+                HEAD_BITS,
+            )
+            return OnlineIntLinearMethod(bits, kernels)
+        return OnlineFp8LinearMethod(quantize_rows())
+    found, has_experts = config.quantization, getattr(config, "experts", None) is not None
+    logger.info("%s", what_becomes(found, name, reason, refusal, device.type, has_experts=has_experts))
+    products: list[Product] = []
+    if kernels is not None and found.has_packed(device.type) and not config.widens_fp8:
+        products.append(IntegerProduct(kernels))
+    if found.has_fp8 and reason is None:
+        products.append(Fp8Product(quantize_rows()))
+    packs = packs_mxfp4(config, dtype, device, uses_triton=uses_triton)
+    return SchemeLinearMethod(found, *products, packs_mxfp4=packs)
 
 
-def keeps_integers(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def keeps_integers(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, uses_triton: bool
+) -> bool:
     """Whether integers of the checkpoint stay packed, so that sums are rounded otherwise than of widened weights."""
-    return _integer_kernels(config, dtype, device) is not None
-
-
-def _integer_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Return what multiplies by the checkpoint's integers as they are packed."""
     found = config.quantization
-    if found is None or config.widens_fp8 or not found.has_packed:
-        return None
-    return kernels_for(device, dtype)
+    if found is None or config.widens_fp8 or not found.has_packed(device.type):
+        return False
+    return integer_kernels(dtype, device, uses_triton) is not None
+
+
+def packed_forms(
+    config: ModelConfig, quantization: str | None, dtype: torch.dtype, device: torch.device
+) -> list[tuple[int, int | None]]:
+    """Return bits and group sizes (None: one group of all inputs) of the integers that the Triton kernels multiply by
+    as they are packed, if these serve."""
+    if integer_kernels(dtype, device, uses_triton=True) is None or device.type == "cpu":
+        return []
+    if config.quantization is None:
+        bits = INTEGER_BITS.get(quantization or "")
+        return [] if bits is None else [(bits, 128)]
+    if config.widens_fp8:
+        return []
+    packed = (each for each in config.quantization.schemes if no_packed_product(each, "cuda") is None)
+    return list(
+        dict.fromkeys((getattr(each, "bits", 8), getattr(each, "group_size", None)) for each in packed)
+    )
+
+
+def packs_mxfp4(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, uses_triton: bool) -> bool:
+    """Whether stacked experts in MXFP4 stay packed."""
+    if config.quantization is None or config.quantization.experts is None or config.widens_fp8:
+        return False
+    return no_mxfp4_product(device.type, str(dtype).removeprefix("torch."), uses_triton) is None
+
+
+def integer_kernels(
+    dtype: torch.dtype, device: torch.device, uses_triton: bool, *, narrows: bool = True
+) -> IntegerKernels | None:
+    """Return what multiplies by integers as they are packed.
+
+    Args:
+        narrows: see `TritonIntegers`.
+    """
+    if device.type == "cuda":
+        serves = uses_triton and dtype in (torch.bfloat16, torch.float16)
+        return TritonIntegers(narrows=narrows) if serves else None
+    loaded = kernels_for(device, dtype)
+    return None if loaded is None else CpuIntegers(loaded)
 
 
 def has_fp8_products(
@@ -324,105 +356,8 @@ def _no_fp8_product(dtype: torch.dtype, device: torch.device, uses_triton: bool)
     return None
 
 
-def _online_integers(bits: int, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-    """Return the method that quantises unquantised weights to integers.
-
-    Raises:
-        ConfigError: the CPU kernels do not serve.
-    """
-    loaded = kernels_for(device, dtype)
-    if loaded is None:
-        raise ConfigError(
-            f"--quantization int{bits} needs the CPU kernels, which are off or do not run here in "
-            f"{str(dtype).removeprefix('torch.')}; leave the flag out"
-        )
-    logger.info(
-        "weights are quantised to int%d as they are loaded, in groups of up to 128 inputs, the output head to int%d",
-        bits,
-        HEAD_BITS,
-    )
-    return OnlineIntLinearMethod(bits, loaded)
-
-
-def _quantize_rows() -> QuantizeRows:
-    from argosy_engine.triton_kernels.activations import quantize_fp8
-
-    return quantize_fp8
-
-
-class Fp8Linear(Linear):
-    """A product in FP8, which quantises its inputs in a launch of its own if the layer before it has not.
-
-    Args:
-        weight: float8_e4m3fn [out, in].
-        scale: float32 [out].
-        bias: [out].
-        input_scale: float32 [1], of all inputs; None: each row has the scale that suits it.
-        dtype: of the result.
-        quantize: quantises rows.
-    """
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
-        dtype: torch.dtype,
-        quantize: QuantizeRows,
-    ) -> None:
-        self._weight, self._scale = weight.t(), scale.unsqueeze(0)
-        self._bias, self._input_scale, self._dtype = bias, input_scale, dtype
-        self._quantize = quantize
-        self.input_quantization = RowQuantization(input_scale)
-
-    def __call__(self, x: Activations) -> torch.Tensor:
-        values, scales = self._quantize(x, self._input_scale) if isinstance(x, torch.Tensor) else x
-        return torch._scaled_mm(values, self._weight, scales, self._scale, self._bias, out_dtype=self._dtype)
-
-
-TakeExpert = Callable[[int, ExpertLayer], StoredWeight]
-"""Takes the weight of a projection of an expert, given its number; each exactly once."""
-
-
-class Product(ABC):
-    """Multiplies by quantised weights as they are stored. Where it returns None, they are widened instead."""
-
-    @abstractmethod
-    def linear(
-        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Linear | None:
-        """Make a layer of the parts of a spec, which come in its order.
-
-        Args:
-            dtype: of the activations.
-        """
-
-    def gated(
-        self,
-        spec: LinearSpec,
-        parts: Sequence[StoredWeight],
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        activation: GatedActivation,
-    ) -> GatedLinear | None:
-        """The same for two parts, the gate's first, followed by the activation."""
-        layer = self.linear(spec, parts, bias, dtype)
-        return None if layer is None else SplitGatedLinear(layer, activation)
-
-    def experts(
-        self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
-    ) -> StackedExperts | None:
-        """Make stacked experts.
-
-        Args:
-            schemes: of their projections.
-        """
-        return None
-
-
 class OnlineIntLinearMethod(LinearMethod):
-    """Quantises unquantised weights to integers as they are loaded, for native/src/quantized_linear.h.
+    """Quantises unquantised weights to integers as they are loaded.
 
     Integers are rounded to nearest and symmetric, in groups of adjacent inputs that share a scale. The output head has
     `HEAD_BITS`, of a tied embedding only in its role as head. Other layers whose spec keeps their precision are left as
@@ -430,12 +365,12 @@ class OnlineIntLinearMethod(LinearMethod):
 
     Args:
         bits: 8 or 4.
-        loaded: multiplies by them.
+        kernels: multiply by them.
     """
 
-    def __init__(self, bits: int, loaded: Kernels) -> None:
+    def __init__(self, bits: int, kernels: IntegerKernels) -> None:
         super().__init__()
-        self._bits, self._kernels = bits, loaded
+        self._bits, self._kernels = bits, kernels
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
         if spec.keeps_precision and not spec.is_head:
@@ -457,14 +392,14 @@ class OnlineIntLinearMethod(LinearMethod):
     def _quantised(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> Linear:
         if (quantized := quantized_weight(weight, bits)) is None:
             return super().make(weight, bias)
-        return quantized_linear_of(self._kernels, quantized, bias, weight.dtype)
+        return self._kernels.linear(quantized, bias, weight.dtype)
 
     def make_gated(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation
     ) -> GatedLinear:
         if (quantized := quantized_weight(weight, self._bits)) is None:
             return super().make_gated(weight, bias, activation)
-        return quantized_gated_linear_of(self._kernels, quantized, bias, weight.dtype, activation)
+        return self._kernels.gated(quantized, bias, weight.dtype, activation)
 
 
 class SchemeLinearMethod(LinearMethod):
@@ -472,39 +407,45 @@ class SchemeLinearMethod(LinearMethod):
 
     Args:
         config: which layers are quantised, and how.
-        product: of a device that multiplies by some of the schemes; None: all weights are widened to the engine's dtype
-            at load.
+        products: of a device that multiplies by some of the schemes; of a layer, the first that can. Where none can,
+            weights are widened to the engine's dtype at load.
+        packs_mxfp4: whether kernels multiply by stacked experts in MXFP4.
     """
 
-    def __init__(self, config: QuantizationConfig, product: Product | None = None) -> None:
+    def __init__(self, config: QuantizationConfig, *products: Product, packs_mxfp4: bool = False) -> None:
         super().__init__()
         self._config = config
-        self._product = product
+        self._products, self._packs_mxfp4 = products, packs_mxfp4
 
     def load(self, weights: Weights, spec: LinearSpec) -> Linear:
         parts = self._take(weights, spec)
         if parts is None:
             return super().load(weights, spec)
         bias = take_bias(weights, spec)
-        layer: Linear | None = None
-        if self._product is not None and (stored := _all_stored(parts)) is not None:
-            layer = self._product.linear(spec, stored, bias, weights.dtype)
-        return layer or linear_of(self._widened(weights, spec, parts), bias)
+        if (stored := _all_stored(parts)) is not None:
+            for product in self._products:
+                if (layer := product.linear(spec, stored, bias, weights.dtype)) is not None:
+                    return layer
+        return linear_of(self._widened(weights, spec, parts), bias)
 
     def load_gated(self, weights: Weights, spec: LinearSpec, activation: GatedActivation) -> GatedLinear:
         parts = self._take(weights, spec)
         if parts is None:
             return super().load_gated(weights, spec, activation)
         bias = take_bias(weights, spec)
-        layer: GatedLinear | None = None
-        if self._product is not None and (stored := _all_stored(parts)) is not None:
-            layer = self._product.gated(spec, stored, bias, weights.dtype, activation)
-        return layer or gated_linear_of(self._widened(weights, spec, parts), bias, activation)
+        if (stored := _all_stored(parts)) is not None:
+            for product in self._products:
+                if (layer := product.gated(spec, stored, bias, weights.dtype, activation)) is not None:
+                    return layer
+        return gated_linear_of(self._widened(weights, spec, parts), bias, activation)
 
     def load_experts(self, weights: Weights, spec: ExpertsSpec) -> StackedExperts:
         if spec.names.stacked is not None:  # which are no linear layers
-            take_rows = None if self._config.experts is None else take_mxfp4
-            return take_stacked(weights, spec, take_rows)
+            if self._config.experts is None:
+                return take_stacked(weights, spec)
+            if self._packs_mxfp4 and not _cuts_blocks(spec):
+                return take_stacked(weights, spec, take_mxfp4_pairs, take_mxfp4_scales)
+            return take_stacked(weights, spec, take_mxfp4)
         if self._config.experts is not None:
             raise unsupported_experts(spec, "in MXFP4 and stored one by one")
         schemes = {
@@ -519,10 +460,10 @@ class SchemeLinearMethod(LinearMethod):
             assert scheme is not None
             return take_weight(weights, name, scheme, spec.weight_shape(layer), spec.weight_shard(layer))
 
-        if self._product is not None and (found := {each for each in schemes if each is not None}) == schemes:
-            multiplied = self._product.experts(weights, spec, found, take)
-            if multiplied is not None:
-                return multiplied
+        if (found := {each for each in schemes if each is not None}) == schemes:
+            for product in self._products:
+                if (multiplied := product.experts(weights, spec, found, take)) is not None:
+                    return multiplied
         stacked = StackedExperts.empty(spec, weights.dtype, weights.device)
         for place, index in enumerate(spec.held_experts):
             for layer, part, _ in stacked.places(place):
@@ -581,6 +522,15 @@ Parts = Mapping[str, StoredWeight | torch.Tensor]
 """Weights of the parts of a layer by name, those that are not quantised in the engine's dtype."""
 
 
+def _cuts_blocks(spec: ExpertsSpec) -> bool:
+    """Whether this process's features begin or end within a block of MXFP4, so that its part is widened."""
+    own = spec.features
+    if own is None or (own.start % MX_GROUP == 0 and own.stop % MX_GROUP == 0):
+        return False
+    logger.info("%s is widened: %d features of a rank are no whole blocks of 32", spec.prefix, len(own))
+    return True
+
+
 def _all_stored(parts: Parts) -> list[StoredWeight] | None:
     """Return the parts of a layer if all of them are quantised."""
     stored = [part for part in parts.values() if isinstance(part, StoredWeight)]
@@ -590,163 +540,6 @@ def _all_stored(parts: Parts) -> list[StoredWeight] | None:
 def _widen(part: StoredWeight, out: torch.Tensor) -> None:
     if not out.is_meta:  # where it would import sympy
         part.widen(out)
-
-
-class Fp8Product(Product):
-    """Products in FP8, by weights that have one scale per channel or tensor.
-
-    Args:
-        quantize: quantises rows of activations.
-    """
-
-    def __init__(self, quantize: QuantizeRows) -> None:
-        self._quantize = quantize
-
-    def linear(
-        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Linear | None:
-        if not all(is_multiplied(part.scheme) and is_aligned(part.shape) for part in parts):
-            return None
-        tensors = {part.name: part.tensors for part in parts}
-        weight = ordered(spec, fuse(spec, lambda name: tensors[name][".weight"]))
-        scales = _joined([_channel_scales(part) for part in parts])
-        inputs = [part.tensors[each.suffix] for part in parts for each in part.scheme.tensors[2:]]
-        input_scale: torch.Tensor | None = None
-        if (
-            inputs
-        ):  # the largest of the projections that share them; on the meta device `stack` would import sympy
-            input_scale = inputs[0] if inputs[0].is_meta else torch.stack(inputs).amax(dim=0)
-            if len(inputs) < len(parts):
-                return None
-        return Fp8Linear(weight, ordered(spec, scales), bias, input_scale, dtype, self._quantize)
-
-    def experts(
-        self, weights: Weights, spec: ExpertsSpec, schemes: Collection[Scheme], take: TakeExpert
-    ) -> StackedExperts | None:
-        if not all(map(is_multiplied, schemes)):
-            return None
-        stacked = StackedExperts.empty(spec, FP8, weights.device)
-        for place, index in enumerate(spec.held_experts):
-            for layer, part, scale in stacked.places(place):
-                assert scale is not None
-                stored = take(
-                    index, layer
-                )  # experts do not quantise activations, whatever the scale of inputs
-                part.copy_(stored.tensors[".weight"])
-                scale.copy_(_channel_scales(stored))
-        return stacked
-
-
-def _channel_scales(part: StoredWeight) -> torch.Tensor:
-    """Return the scale of each output of an FP8 weight, float32 [out]."""
-    return part.tensors[part.scheme.tensors[1].suffix].expand(part.shape[0])
-
-
-class _Unpackable(Exception):
-    """Why the CPU kernels do not take a weight as it is packed."""
-
-
-class IntegerProduct(Product):
-    """Products of the CPU kernels by integers of 4 or 8 bits, which stay packed (native/src/quantized_linear.h).
-
-    Parts of a layer are one product if they have bits, groups and order of inputs in common. Why others are widened is
-    logged once for each reason.
-    """
-
-    def __init__(self, loaded: Kernels) -> None:
-        self._kernels = loaded
-        self._told: set[str] = set()
-
-    def linear(
-        self, spec: LinearSpec, parts: Sequence[StoredWeight], bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Linear | None:
-        weight = self._fused(spec, parts)
-        return None if weight is None else quantized_linear_of(self._kernels, weight, bias, dtype)
-
-    def gated(
-        self,
-        spec: LinearSpec,
-        parts: Sequence[StoredWeight],
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        activation: GatedActivation,
-    ) -> GatedLinear | None:
-        weight = self._fused(spec, parts)
-        if weight is None:
-            return None
-        return quantized_gated_linear_of(self._kernels, weight, bias, dtype, activation)
-
-    def _fused(self, spec: LinearSpec, parts: Sequence[StoredWeight]) -> QuantizedWeight | None:
-        """Return the weight of all parts; None: it has to be widened."""
-        try:
-            found = [packed_weight(part) for part in parts]
-            first = found[0]
-            if not all(_is_alike(first, each) for each in found):
-                raise _Unpackable("its parts differ in bits, groups or the order of inputs")
-        except _Unpackable as reason:
-            if str(reason) not in self._told:
-                self._told.add(str(reason))
-                logger.info("%s is widened, and others may be: %s", parts[0].name, reason)
-            return None
-        offsets: torch.Tensor | None = None
-        if any(each.offsets is not None for each in found):
-            offsets = torch.cat(
-                [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in found]
-            )
-        return QuantizedWeight(
-            first.bits,
-            ordered(spec, torch.cat([each.integers for each in found])),
-            ordered(spec, torch.cat([each.scales for each in found])),
-            None if offsets is None else ordered(spec, offsets),
-            first.order,
-        )
-
-
-def packed_weight(part: StoredWeight) -> QuantizedWeight:
-    """Return a weight of integers as the CPU kernels take it. Inputs of one group are brought together, and groups of
-    unequal sizes, as a rank may have them, divided into equal ones.
-
-    Raises:
-        _Unpackable: they do not take it.
-    """
-    if (reason := no_packed_product(part.scheme)) is not None:
-        raise _Unpackable(reason)
-    bits, (out, inputs) = getattr(part.scheme, "bits", 8), part.shape
-    integers = torch.empty(out, inputs, dtype=torch.int8)
-    all_scales, all_zeros = [], []
-    groups: int | torch.Tensor = inputs
-    for place, (values, scales, zeros, own) in part.numbers():
-        groups = own
-        zeros = torch.zeros_like(scales) if zeros is None else zeros
-        if values.dtype is torch.uint8:  # from 0
-            half = 1 << (bits - 1)
-            values, zeros = (values.to(torch.int16) - half).to(torch.int8), zeros - half
-        integers[place : place + len(values)] = values
-        all_scales.append(scales.float())
-        all_zeros.append(zeros)
-    scales, zeros = torch.cat(all_scales), torch.cat(all_zeros)
-    order: torch.Tensor | None = None
-    if not isinstance(groups, int) or groups * scales.shape[1] != inputs:
-        index = group_of_inputs(groups, inputs, integers.device)
-        if bool((index.diff() < 0).any()):
-            order = index.argsort(stable=True)
-            index, integers = index[order], integers[:, order]
-        found, counts = index.unique_consecutive(return_counts=True)
-        repeated = found.repeat_interleave(counts // math.gcd(*counts.tolist()))
-        scales, zeros = scales[:, repeated], zeros[:, repeated]
-    offsets = -scales * zeros if bool(zeros.any()) else None
-    weight = QuantizedWeight(bits, integers, scales, offsets, None if order is None else order.int())
-    if not can_pack(weight):
-        raise _Unpackable(f"{weight.group} inputs share a scale, and the CPU kernels take multiples of 8")
-    return weight
-
-
-def _is_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    if (one.bits, one.scales.shape[1]) != (other.bits, other.scales.shape[1]):
-        return False
-    if one.order is None or other.order is None:
-        return one.order is other.order
-    return torch.equal(one.order, other.order)
 
 
 class OnlineFp8LinearMethod(LinearMethod):
@@ -792,31 +585,65 @@ class OnlineFp8LinearMethod(LinearMethod):
         return stacked
 
 
+def _block_shard(
+    name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> tuple[Shard | None, range | None]:
+    """Return the part of blocks of 32 columns that goes with a part of [experts, rows, columns], and which of their
+    columns are used; None: all.
+
+    Raises:
+        ConfigError: rows are no whole blocks.
+    """
+    if shape[2] % MX_GROUP:
+        raise ConfigError(f"{name} has rows of {shape[2]}, which is not a multiple of {MX_GROUP}")
+    if shard is None or shard.dim != 2:
+        return shard, None
+    (cut,) = shard.ranges
+    first, last = cut.start // MX_GROUP, -(-cut.stop // MX_GROUP)
+    used = range(cut.start - first * MX_GROUP, cut.stop - first * MX_GROUP)
+    whole = used == range((last - first) * MX_GROUP)
+    return Shard(2, (range(first, last),)), None if whole else used
+
+
+def take_mxfp4_pairs(
+    weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> torch.Tensor:
+    """Take this process's part of [experts, rows, columns] as it is stored, uint8 [experts, rows, columns / 2], the
+    first of two columns in the lower half of a byte. A part of the columns takes the whole blocks that it is in."""
+    count, rows, columns = shape
+    blocks, _ = _block_shard(name, shape, shard)
+    sizes = (count, rows, columns // MX_GROUP, MX_GROUP // 2)
+    return weights.take(name + "_blocks", *sizes, dtype=torch.uint8, shard=blocks).flatten(2)
+
+
+def take_mxfp4_scales(
+    weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None
+) -> torch.Tensor:
+    """Take the scales of `take_mxfp4_pairs`, uint8 [experts, rows, columns / 32]: exponents of 2, plus 127."""
+    count, rows, columns = shape
+    blocks, _ = _block_shard(name, shape, shard)
+    return weights.take(name + "_scales", count, rows, columns // MX_GROUP, dtype=torch.uint8, shard=blocks)
+
+
+def widened_mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return what pairs [..., columns / 2] with exponents [..., columns / 32] stand for, float32 [..., columns]."""
+    numbers = F.embedding(pairs.int(), fp4_pairs(pairs.device)).flatten(-2).unflatten(-1, (-1, MX_GROUP))
+    return torch.ldexp(numbers, exponents.unsqueeze(-1).int() - 127).flatten(-2)
+
+
 def take_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], shard: Shard | None) -> torch.Tensor:
-    """Take this process's part of [experts, rows, columns], of which pairs of columns are in a byte, the first in
-    its lower half. A part of the columns is cut out of the whole blocks that it is in."""
-    count, num_rows, columns = shape
-    if columns % MX_GROUP:
-        raise ConfigError(f"{name} has rows of {columns}, which is not a multiple of {MX_GROUP}")
-    cut: range | None = None
-    if shard is not None and shard.dim == 2:
-        (cut,) = shard.ranges
-        first, last = cut.start // MX_GROUP, -(-cut.stop // MX_GROUP)
-        shard, cut = Shard(2, (range(first, last),)), range(cut.start - first * 32, cut.stop - first * 32)
-    blocks = columns // MX_GROUP
-    packed = weights.take(
-        name + "_blocks", count, num_rows, blocks, MX_GROUP // 2, dtype=torch.uint8, shard=shard
-    )
-    scales = weights.take(name + "_scales", count, num_rows, blocks, dtype=torch.uint8, shard=shard)
-    width = packed.shape[2] * MX_GROUP
+    """Take this process's part of [experts, rows, columns] and widen it. A part of the columns is cut out of the whole
+    blocks that it is in."""
+    packed = take_mxfp4_pairs(weights, name, shape, shard)
+    scales = take_mxfp4_scales(weights, name, shape, shard)
+    _, cut = _block_shard(name, shape, shard)
+    width = packed.shape[2] * 2
     if packed.is_meta:
         widths = width if cut is None else len(cut)
         return torch.empty(*packed.shape[:2], widths, dtype=weights.dtype, device=packed.device)
-    pairs = fp4_pairs(packed.device)
 
     def widen(part: torch.Tensor, at: int) -> torch.Tensor:
-        exponents = flat_scales[at : at + len(part)].int() - 127
-        widened = torch.ldexp(F.embedding(part.int(), pairs).flatten(2), exponents.unsqueeze(-1)).flatten(1)
+        widened = widened_mxfp4(part, flat_scales[at : at + len(part)])
         return widened if cut is None else widened[:, cut.start : cut.stop]
 
     flat_scales = scales.flatten(0, 1)
@@ -832,38 +659,6 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(start, start + ROWS)
         out[rows] = (weight[rows].float() / scale[rows, None]).clamp_(-MAX_FP8, MAX_FP8).to(FP8)
     return out, scale
-
-
-def _joined(scales: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate vectors. On the meta device `torch.cat` would import torch's compiler, which takes seconds."""
-    if len(scales) == 1:
-        return scales[0].contiguous()
-    return scales[0].new_empty(sum(map(len, scales))) if scales[0].is_meta else torch.cat(scales)
-
-
-def quantized_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight | None:
-    """Quantise a weight [out, in]; None: no group divides its inputs.
-
-    The scale of a group is its largest magnitude divided by half the number of steps, as compressed-tensors computes it
-    for symmetric integers (`calculate_qparams`).
-    """
-    out, inputs = weight.shape
-    if (group := group_size(inputs)) is None:
-        return None
-    half = 1 << (bits - 1)
-    integers = torch.empty(out, inputs, dtype=torch.int8)
-    scales = torch.empty(out, inputs // group)
-    for start in range(0, out, ROWS):
-        rows = slice(start, start + ROWS)
-        groups = weight[rows].float().unflatten(1, (-1, group))
-        scale = groups.abs().amax(dim=2).div_(half - 0.5).clamp_(min=torch.finfo(torch.float32).tiny)
-        rounded = groups.div(scale.unsqueeze(2)).round_().clamp_(-half, half - 1)
-        integers[rows], scales[rows] = rounded.flatten(1).to(torch.int8), scale
-    return QuantizedWeight(bits, integers, scales)
-
-
-def is_aligned(shape: Sequence[int]) -> bool:
-    return all(size % _ALIGNMENT == 0 for size in shape)
 
 
 def _by_rows(

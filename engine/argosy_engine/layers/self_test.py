@@ -3,11 +3,12 @@ trusted. A backend that is wrong gives way to the next.
 
 A driver, a compiler or a device may do what no test on another machine has seen. The test runs the shapes of the
 model's own layers against plain torch in float32: attention with prompts and decodes over shuffled blocks, norms, gated
-activations, experts, Gated DeltaNets, Mamba and short convolutions.
+activations, products by packed integers and in FP8, experts, Gated DeltaNets, Mamba and short convolutions.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,12 +43,23 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
 from argosy_engine.layers.experts import ExpertsSpec, SeparateExperts, StackedExperts, TritonExperts
 from argosy_engine.layers.linear import SplitGatedLinear, TorchLinear
-from argosy_engine.layers.linear_method import FP8, MAX_FP8, quantized
+from argosy_engine.layers.linear_method import quantized, widened_mxfp4
 from argosy_engine.layers.mamba import MambaWeights, TorchMamba, TritonMamba
 from argosy_engine.layers.norms import GatedActivation, LayerKernels, TritonLayerKernels
+from argosy_engine.layers.products import (
+    FP8,
+    MAX_FP8,
+    BlockFp8Linear,
+    Fp8Linear,
+    TritonIntegers,
+    quantize_rows,
+)
 from argosy_engine.layers.short_conv import ShortConvWeights, TorchShortConv, TritonShortConv
 from argosy_engine.model_configs.experts_config import ExpertsConfig, RoutingSpec
 from argosy_engine.model_configs.model_config import ModelConfig
+from argosy_engine.model_configs.quantization_config import FP8_BLOCK
+from argosy_engine.model_configs.weight_schemes import MX_GROUP
+from argosy_engine.native.library import QuantizedWeight
 from argosy_engine.quantized_rows import Activations, QuantizedRows, RowQuantization
 
 _MAX_ERROR_RATIO = 2.0
@@ -301,6 +313,8 @@ def _test_layers(needs: AttentionNeeds, dtype: torch.dtype, device: torch.device
 
 
 _ROWS = 5
+_PACKED_OUTPUTS, _PACKED_TOKENS = 80, (1, 7, 33)
+_FP8_INPUTS = 448
 _MAX_EXPERTS = 16
 """More would only take memory."""
 _DELTA_TOKENS, _DELTA_BLOCKS = 7, 4
@@ -320,14 +334,18 @@ def layer_self_test(
     tensor_parallel_size: int = 1,
     *,
     has_fp8_products: bool = False,
+    packed: Sequence[tuple[int, int | None]] = (),
+    has_mxfp4: bool = False,
 ) -> str | None:
     """Run the kernels on the device; return why they must not be used, or None.
 
     Args:
         tensor_parallel_size: ranks that may share a Mamba layer's groups.
         has_fp8_products: whether products of the model want their inputs in FP8.
+        packed: bits and group sizes of integers that the model multiplies by as they are packed (`packed_forms`).
+        has_mxfp4: whether experts in MXFP4 stay packed.
     """
-    inputs = _Inputs(config, device, has_fp8_products, tensor_parallel_size)
+    inputs = _Inputs(config, device, has_fp8_products, packed, has_mxfp4, tensor_parallel_size)
     try:
         ours = {name: list(out) for name, out in inputs.outputs(TritonLayerKernels(), dtype)}
         if device.type == "cuda":
@@ -341,7 +359,8 @@ def layer_self_test(
         allowed = _MAX_ERROR_RATIO * _error(theirs[name], truth[name]) + _FLOOR
         error = _error(out, truth[name])
         if not error <= allowed:  # NaN is an error, too
-            return f"{name} {'are' if name == 'experts' else 'is'} wrong by {error:.2g} where {allowed:.2g} is allowed"
+            verb = "are" if name.startswith("experts") else "is"
+            return f"{name} {verb} wrong by {error:.2g} where {allowed:.2g} is allowed"
     return None
 
 
@@ -361,7 +380,13 @@ class _Inputs:
     """Random tensors of the widths of a model's layers, the same for all kernels and dtypes."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, has_fp8_products: bool, tensor_parallel_size: int
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        has_fp8_products: bool,
+        packed: Sequence[tuple[int, int | None]],
+        has_mxfp4: bool,
+        tensor_parallel_size: int,
     ) -> None:
         self._device = device
         self._has_fp8_products = has_fp8_products
@@ -370,6 +395,12 @@ class _Inputs:
         self._x, self._residual = self._draw(2, _ROWS, hidden)
         self._norms = 1 + self._draw(2, hidden) / 4
         self._gate_up = self._draw(_ROWS, 2 * getattr(config, "intermediate_size", hidden))
+        self._packed = [self._integers(*form) for form in packed]
+        if has_fp8_products:
+            width = min(hidden // 16 * 16, _FP8_INPUTS)
+            self._fp8_weight = self._draw(_PACKED_OUTPUTS, width)
+            self._fp8_scales = (1 + self._draw(-(-width // FP8_BLOCK), _PACKED_OUTPUTS) / 8) / width**0.5
+            self._fp8_inputs = self._draw(max(_PACKED_TOKENS), width)
         self._experts: ExpertsSpec | None = None
         experts: ExpertsConfig | None = getattr(config, "experts", None)
         if experts is not None:
@@ -384,6 +415,7 @@ class _Inputs:
             self._w2 = self._draw(count, width, inner) / inner**0.5
             has_biases = experts.names.biases is not None
             self._biases = (self._draw(count, rows), self._draw(count, width)) if has_biases else None
+            self._mxfp4 = [self._pairs(each) for each in (self._w1, self._w2)] if has_mxfp4 else []
         self._delta_net: DeltaNetParams | None = getattr(
             config, "delta_net", None
         )  # not every family has one
@@ -421,6 +453,24 @@ class _Inputs:
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
 
+    def _pairs(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a weight [experts, rows, columns] in MXFP4: pairs and exponents."""
+        *sizes, columns = weight.shape
+        drawn = torch.randint(0, 256, (*sizes, columns // 2), generator=self._generator)
+        # Numbers of up to 6 become those of a weight whose columns are summed.
+        exponents = torch.full((*sizes, columns // MX_GROUP), 127 - round(math.log2(2 * columns**0.5)))
+        exponents += torch.randint(0, 2, exponents.shape, generator=self._generator)
+        return drawn.to(self._device, torch.uint8), exponents.to(self._device, torch.uint8)
+
+    def _integers(self, bits: int, group: int | None) -> tuple[QuantizedWeight, torch.Tensor]:
+        """Draw a weight of integers with zero points, and inputs for it."""
+        inputs, half = 3 * (group or 96), 1 << bits - 1
+        integers = (self._draw(_PACKED_OUTPUTS, inputs) * half / 2).round().clamp(-half, half - 1)
+        scales = (1 + self._draw(_PACKED_OUTPUTS, 3 if group else 1) / 8) / (half * inputs**0.5)
+        zeros = (self._draw(*scales.shape) * half / 4).round().clamp(-half, half - 1)
+        weight = QuantizedWeight(bits, integers.to(torch.int8), scales, -scales * zeros)
+        return weight, self._draw(max(_PACKED_TOKENS), inputs)
+
     def outputs(self, kernels: LayerKernels, dtype: torch.dtype) -> Iterator[tuple[str, Outputs]]:
         """Yield the results of every kind of layer, by its name. Those of experts depend on the kind of kernels."""
         x, norm, x_norm = (each.to(dtype) for each in (self._x, *self._norms))
@@ -430,14 +480,32 @@ class _Inputs:
             yield "add + RMSNorm", [kernels.add_rms_norm(x, residual, norm, _EPS, x_weight), residual]
         for name, activate in kernels.gated_activations.items():
             yield name, [_plain(activate(self._gate_up.to(dtype)))]
+        for weight, x in self._packed:
+            if isinstance(kernels, TritonLayerKernels):
+                product = TritonIntegers().linear(weight, None, dtype)
+            else:
+                product = TorchLinear(weight.widened(dtype), None)
+            tokens = x.to(dtype)
+            yield (
+                f"a product by int{weight.bits} in groups of {weight.group}",
+                [product(tokens[:count]) for count in _PACKED_TOKENS],
+            )
         if self._has_fp8_products:
             for scale in (None, torch.full((1,), _FP8_SCALE, device=self._device)):
                 yield from self._fp8_outputs(kernels, dtype, RowQuantization(scale))
+            yield "a product by FP8 in blocks", self._block_products(kernels, dtype)
         if self._experts is not None:
             activation = None
             if not isinstance(kernels, TritonLayerKernels):
                 activation = kernels.gated_activations[self._experts.activation]
             yield "experts", [self._run_experts(self._experts, dtype, activation)]
+            if self._mxfp4:
+                (w1, s1), (w2, s2) = self._mxfp4
+                if activation is None:
+                    stacked = StackedExperts(w1, w2, s1, s2)
+                else:
+                    stacked = StackedExperts(widened_mxfp4(w1, s1).to(dtype), widened_mxfp4(w2, s2).to(dtype))
+                yield "experts in MXFP4", [self._run_experts(self._experts, dtype, activation, stacked)]
         if self._delta_net is not None:
             delta_net = TritonDeltaNet if isinstance(kernels, TritonLayerKernels) else TorchDeltaNet
             inputs = self._delta_inputs
@@ -466,6 +534,14 @@ class _Inputs:
             return _plain(out)
 
         yield "RMSNorm" + suffix, [widened(kernels.quantized_rms_norm(x, norm, _EPS, quantization))]
+        weight = self._fp8_weight.to(FP8)
+        if isinstance(kernels, TritonLayerKernels):
+            product = Fp8Linear(weight, self._fp8_scales[0], None, quantization.scale, dtype, quantize_rows())
+            found = product(x[:, : weight.shape[1]].contiguous())
+        else:
+            factors = (weight.float() * self._fp8_scales[0][:, None]).to(dtype)
+            found = widened(x[:, : weight.shape[1]]).to(dtype) @ factors.t()
+        yield "a product" + suffix, [found]
         for x_weight in (None, x_norm):
             residual = self._residual.to(dtype, copy=True)
             out = kernels.quantized_add_rms_norm(x, residual, norm, _EPS, x_weight, quantization)
@@ -473,6 +549,22 @@ class _Inputs:
         for name in kernels.gated_activations:
             activate = kernels.quantized_gated_activation(name, quantization)
             yield name + suffix, [widened(activate(self._gate_up.to(dtype)))]
+
+    def _block_products(self, kernels: LayerKernels, dtype: torch.dtype) -> Outputs:
+        """Multiply one token, and more than the kernel for few takes, which are quantised."""
+        weight, x = self._fp8_weight.to(FP8), self._fp8_inputs.to(dtype)
+        blocks = self._fp8_scales[: -(-weight.shape[1] // FP8_BLOCK)].contiguous()
+        counts = (1, len(x))
+        if isinstance(kernels, TritonLayerKernels):
+            product = BlockFp8Linear(weight, blocks, None)
+            return [product(x[:count]) for count in counts]
+        factors = blocks.repeat_interleave(FP8_BLOCK, dim=0)[: weight.shape[1]].t()
+        widened = (weight.float() * factors).to(dtype)
+        if dtype is not torch.float32:
+            parts = [_quantized_by_torch(each, RowQuantization(None)) for each in x.split(FP8_BLOCK, dim=1)]
+            rounded = torch.cat([_plain(each) for each in parts], dim=1).to(dtype)
+            return [x[:1] @ widened.t(), rounded @ widened.t()]
+        return [x[:count] @ widened.t() for count in counts]
 
     def _run_states(
         self,
@@ -504,14 +596,24 @@ class _Inputs:
         return [*outputs, *state.states]
 
     def _run_experts(
-        self, spec: ExpertsSpec, dtype: torch.dtype, activation: GatedActivation | None
+        self,
+        spec: ExpertsSpec,
+        dtype: torch.dtype,
+        activation: GatedActivation | None,
+        stacked: StackedExperts | None = None,
     ) -> torch.Tensor:
-        """Run the experts one by one with an activation, or all at once."""
-        w1, w2 = self._w1.to(dtype), self._w2.to(dtype)
+        """Run the experts one by one with an activation, or all at once.
+
+        Args:
+            stacked: weights of experts, without biases; None: those that were drawn.
+        """
+        if stacked is None:
+            stacked = StackedExperts(self._w1.to(dtype), self._w2.to(dtype))
+        w1, w2 = stacked.gate_up, stacked.down
         b1, b2 = (None, None) if self._biases is None else (each.to(dtype) for each in self._biases)
         slots = torch.arange(_ROWS, device=self._device)
         if activation is None:
-            stacked = StackedExperts(w1, w2, gate_up_bias=b1, down_bias=b2)
+            stacked = stacked._replace(gate_up_bias=b1, down_bias=b2)
             experts = TritonExperts(spec, stacked, self._correction)
             return experts(self._tokens.to(dtype), self._router_logits, slots)
         layers = {

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.weight_schemes import (
     AwqScheme,
+    BlockFp8Scheme,
     Bnb8Scheme,
     Fp8Scheme,
     GptqScheme,
@@ -28,13 +29,17 @@ from argosy_engine.model_configs.weight_schemes import (
 )
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
+"""Values of `--quantization` that quantise to integers, and their bits."""
 HEAD_BITS = 8
 """Of the output head, whatever the layers have: its rounding is seen in every log probability."""
-"""Values of `--quantization` that quantise to integers on a CPU, and their bits."""
 
 PACKED_SCHEMES = (GptqScheme, AwqScheme, PackedIntScheme, IntScheme, Bnb8Scheme)
-"""Integers, by which the CPU kernels multiply as they are packed (`no_packed_product`)."""
+"""Integers, by which kernels multiply as they are packed (`no_packed_product`)."""
+PACKED_GROUPS = {"cpu": 8, "cuda": 32}
+"""By device: inputs that share a scale must be a multiple of this, or all."""
+_KERNELS = {"cpu": "the CPU kernels", "cuda": "the GPU kernels"}
 
+_MULTIPLIED_FP8 = "FP8 with scales of tensors, channels or blocks of 128 inputs is multiplied in FP8"
 _NO_KERNEL = "no kernel multiplies by them as they are"
 _MAX_IGNORED = 1 << 16
 _MAX_PATTERN = 256
@@ -101,10 +106,9 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         """Whether there are weights that GPUs multiply by in FP8."""
         return any(map(is_multiplied, self.schemes))
 
-    @property
-    def has_packed(self) -> bool:
-        """Whether there are weights that the CPU kernels multiply by as they are packed."""
-        return any(no_packed_product(each) is None for each in self.schemes)
+    def has_packed(self, device: str) -> bool:
+        """Whether there are weights that a device's kernels multiply by as they are packed."""
+        return any(no_packed_product(each, device) is None for each in self.schemes)
 
     def stored_tensor(self, name: str) -> tuple[str, Scheme, SchemeTensor] | None:
         """Return the layer that a tensor of a checkpoint belongs to, its scheme, and which of its tensors it is; None:
@@ -116,12 +120,16 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                         return name.removesuffix(suffix), scheme, tensor
         return None
 
-    def widened_elements(self, elements: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Return how many numbers tensors have once they are loaded, by name, and how many of these FP8 weights that
-        are multiplied as they are would have.
+    def widened_elements(
+        self, elements: Mapping[str, int], *, multiplies_fp8: bool
+    ) -> tuple[dict[str, int], int]:
+        """Return how many numbers tensors have once they are loaded, by name, and how many of these are in FP8.
+
+        Scales of blocks become float32, one for each row, and count as two numbers of 16 bits.
 
         Args:
             elements: number of stored elements of each.
+            multiplies_fp8: whether the device does.
         """
         found, num_fp8 = {}, 0
         for name, count in elements.items():
@@ -131,16 +139,25 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
                 needed = [each for each in scheme.tensors[1:2] if layer + each.suffix in elements]
                 if needed and tensor == scheme.tensors[0]:
                     count = round(count / scheme.elements_per_number)
-                    num_fp8 += count if is_multiplied(scheme) else 0
-                elif needed and not is_multiplied(scheme):
+                    num_fp8 += count if multiplies_fp8 and is_multiplied(scheme) else 0
+                elif (
+                    needed and multiplies_fp8 and isinstance(scheme, BlockFp8Scheme) and is_multiplied(scheme)
+                ):
+                    count = 2 * elements.get(layer + scheme.tensors[0].suffix, 0) // FP8_BLOCK
+                elif needed and (isinstance(scheme, BlockFp8Scheme) or not is_multiplied(scheme)):
                     count = 0
             elif self.experts is not None and name.endswith("_blocks"):
-                count *= 2  # numbers in a byte
+                if multiplies_fp8:
+                    num_fp8 += count  # bytes, as they are stored
+                else:
+                    count *= 2  # numbers in a byte
             found[name] = count
         return found, num_fp8
 
-    def packed_numbers(self, elements: Mapping[str, int], num_ranks: int) -> tuple[int, int]:
-        """Return how many numbers stay packed on a CPU, and at most how many bytes they take with their scales.
+    def packed_numbers(
+        self, elements: Mapping[str, int], num_ranks: int, device: str = "cpu"
+    ) -> tuple[int, int]:
+        """Return how many numbers stay packed on a device, and at most how many bytes they take with their scales.
 
         Where parts of a fused layer may differ (`rules`), and where ranks divide inputs that were ordered by
         activation, weights may have to be widened, and count so.
@@ -155,7 +172,7 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
             if (place := self.stored_tensor(name)) is None:
                 continue
             layer, scheme, tensor = place
-            if tensor != scheme.tensors[0] or no_packed_product(scheme) is not None:
+            if tensor != scheme.tensors[0] or no_packed_product(scheme, device) is not None:
                 continue
             if layer + scheme.tensors[1].suffix not in elements:
                 continue
@@ -282,32 +299,59 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         return [re.compile(each[3:]) for each in self.ignored if each.startswith("re:")]
 
 
+FP8_BLOCK = 128
+"""Inputs with one scale in the blocks that GPUs multiply by as they are."""
+
+
 def is_multiplied(scheme: Scheme) -> bool:
-    """Whether there are devices that multiply by weights of a scheme as they are stored."""
+    """Whether there are devices that multiply in FP8 by weights of a scheme."""
+    if isinstance(scheme, BlockFp8Scheme):
+        return scheme.block[1] == FP8_BLOCK
     return isinstance(scheme, Fp8Scheme) and not scheme.is_weight_only
 
 
-def no_packed_product(scheme: Scheme) -> str | None:
-    """Return why the CPU kernels do not multiply by weights of a scheme as they are packed, or None. A layer may have
-    to be widened all the same (`layers.linear_method.IntegerProduct`)."""
-    if not isinstance(scheme, PACKED_SCHEMES):
+def no_packed_product(scheme: Scheme, device: str) -> str | None:
+    """Return why a device's kernels do not multiply by weights of a scheme as they are packed, or None. A layer may
+    have to be widened all the same (`layers.products.IntegerProduct`)."""
+    if not isinstance(scheme, PACKED_SCHEMES) or device not in _KERNELS:
         return _NO_KERNEL
     if (
         isinstance(scheme, GptqScheme | AwqScheme | PackedIntScheme)
         and scheme.bits not in INTEGER_BITS.values()
     ):
-        return f"the CPU kernels multiply by 4 and 8 bits, not by {scheme.bits}"
+        return f"{_KERNELS[device]} multiply by 4 and 8 bits, not by {scheme.bits}"
     size = None if isinstance(scheme, Bnb8Scheme) else scheme.group_size
-    if size is not None and size % 8:
-        return f"the CPU kernels take groups of a multiple of 8 inputs, not of {size}"
+    if size is not None and size % PACKED_GROUPS[device]:
+        return (
+            f"{_KERNELS[device]} take groups of a multiple of {PACKED_GROUPS[device]} inputs, not of {size}"
+        )
     return None
 
 
-def no_integer_product(device: str, *, has_kernels: bool) -> str | None:
-    """Return why a device does not multiply by integers as they are packed, or None."""
-    if device != "cpu":
+def no_integer_product(device: str, dtype: str, *, has_kernels: bool) -> str | None:
+    """Return why a device does not multiply by integers as they are packed, or None.
+
+    Args:
+        dtype: of the activations, without `torch.`.
+        has_kernels: whether our kernels serve there in this dtype.
+    """
+    if has_kernels:
+        return None
+    if device == "cuda":
+        if dtype == "float32":
+            return "the GPU kernels multiply by integers in bfloat16 and float16"
+        return "the Triton kernels do not serve here"
+    return f"the CPU kernels are off or do not run here in {dtype}"
+
+
+def no_mxfp4_product(device: str, dtype: str, uses_triton: bool) -> str | None:
+    """Return why a device does not multiply by stacked experts in MXFP4 as they are packed, or None. Arguments:
+    `no_fp8_product`."""
+    if device != "cuda":
         return _NO_KERNEL
-    return None if has_kernels else "the CPU kernels are off or do not run here"
+    if dtype != "bfloat16":
+        return "the GPU kernels multiply by MXFP4 in bfloat16"
+    return None if uses_triton else "the Triton kernels do not serve here"
 
 
 def _is_pattern(name: str) -> bool:
@@ -355,7 +399,13 @@ def check_quantization(found: QuantizationConfig | None, wanted: str | None) -> 
 
 
 def what_becomes(
-    found: QuantizationConfig, dtype: str, refusal: str | None, integer_refusal: str | None
+    found: QuantizationConfig,
+    dtype: str,
+    refusal: str | None,
+    integer_refusal: str | None,
+    device: str,
+    *,
+    has_experts: bool = False,
 ) -> str:
     """Say in which schemes weights are, and what becomes of them when they are loaded.
 
@@ -363,55 +413,70 @@ def what_becomes(
         dtype: of the activations, without `torch.`.
         refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
         integer_refusal: why it does not multiply by integers as they are packed (`no_integer_product`), or None.
+        device: `cpu` or `cuda`.
+        has_experts: whether the model has experts.
     """
     schemes = (*found.schemes, *(() if found.experts is None else (found.experts,)))
     forms = f"weights in {'; '.join(dict.fromkeys(each.about for each in schemes))} ({found.method})"
     widened = f"widened to {dtype} at load"
-    if found.has_packed and integer_refusal is None:
-        reasons = {each.about: no_packed_product(each) for each in schemes}
+    if found.has_packed(device) and integer_refusal is None:
+        is_fp8 = refusal is None
+        reasons = {
+            each.about: no_packed_product(each, device)
+            for each in schemes
+            if not (is_fp8 and is_multiplied(each))
+        }
         ends = [
             f"{about} {widened}, because {reason}" for about, reason in reasons.items() if reason is not None
         ]
-        kept = "multiplied by the CPU kernels as they are packed"
-        if not ends and not found.rules:
-            return f"{forms}: {kept}"
-        return "; ".join([f"{forms}: {kept}, where fused projections have equal groups", *ends])
+        if is_fp8 and found.has_fp8:
+            ends.insert(0, _MULTIPLIED_FP8)
+        if has_experts and device == "cuda":
+            ends.append(f"experts of packed integers {widened}")
+        kept = f"multiplied by {_KERNELS[device]} as they are packed"
+        if found.rules or any(reasons.values()):
+            kept += ", where fused projections have equal groups"
+        return "; ".join([f"{forms}: {kept}", *ends])
+    reason: str | None = None
+    if found.experts is not None and device == "cuda":
+        reason = no_mxfp4_product(device, dtype, uses_triton=True) or integer_refusal
+        if reason is None:
+            return f"{forms}: multiplied by {_KERNELS[device]} as they are packed"
+        return f"{forms}: {widened}, because {reason}"
     if not found.has_fp8 or refusal is not None:
-        reason: str | None = _NO_KERNEL
+        reason = _NO_KERNEL
         if found.has_fp8:
             reason = refusal
-        elif found.has_packed:
+        elif found.has_packed(device):
             reason = integer_refusal
         elif integer_refusal is None and len(schemes) == 1:
-            reason = no_packed_product(schemes[0])
+            reason = no_packed_product(schemes[0], device)
         return f"{forms}: {widened}, because {reason}"
     if all(map(is_multiplied, schemes)):
         return f"{forms}: multiplied in FP8"
-    return f"{forms}: FP8 with scales of tensors or channels is multiplied in FP8, all else {widened}"
+    return f"{forms}: {_MULTIPLIED_FP8}, all else {widened}"
 
 
 def check_online_quantization(
-    found: QuantizationConfig | None, wanted: str | None, device: str, refusal: str | None
+    found: QuantizationConfig | None,
+    wanted: str | None,
+    refusal: str | None,
+    integer_refusal: str | None,
 ) -> None:
     """Check that the device can quantise an unquantised checkpoint, if `--quantization` asks for it.
 
     Args:
-        device: `cpu` or `cuda`.
         refusal: why the device does not multiply in FP8 (`no_fp8_product`), or None.
+        integer_refusal: why it does not multiply by integers as they are packed (`no_integer_product`), or None.
 
     Raises:
         ConfigError: it cannot.
     """
     if found is not None or wanted is None:
         return
-    if wanted in INTEGER_BITS:
-        if device != "cpu":
-            raise ConfigError(
-                f"--quantization {wanted} of an unquantised model: on CPUs only; use fp8 on this device, or leave the "
-                "flag out"
-            )
-    elif refusal is not None:
-        raise ConfigError(f"--quantization fp8 of an unquantised model: {refusal}; leave the flag out")
+    reason = integer_refusal if wanted in INTEGER_BITS else refusal
+    if reason is not None:
+        raise ConfigError(f"--quantization {wanted} of an unquantised model: {reason}; leave the flag out")
 
 
 def group_size(inputs: int) -> int | None:

@@ -301,7 +301,7 @@ def _load_transformers(
     config.check_flags(quantization, has_fp8_kv_cache=has_fp8_kv_cache)
     if config.quantization is not None:
         name = str(dtype).removeprefix("torch.")
-        logger.info("%s", what_becomes(config.quantization, name, WIDENS, WIDENS))
+        logger.info("%s", what_becomes(config.quantization, name, WIDENS, WIDENS, device.type))
     if compiler is not None:
         raise ConfigError(
             f"{config.architecture} is run by transformers' modelling code, whose layers are not compiled; use "

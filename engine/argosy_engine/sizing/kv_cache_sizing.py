@@ -174,7 +174,8 @@ def estimate_weights(
         itemsize: bytes per element.
         stage: the worker's.
         quantization: `--quantization`.
-        keeps_integers: whether the CPU kernels multiply by integers of the checkpoint as they are packed.
+        keeps_integers: whether the device's kernels multiply by integers of the checkpoint as they are packed. On GPUs
+            those of experts are widened.
     """
     stored = config.quantization
     is_headless = config.pooling is not None
@@ -183,20 +184,25 @@ def estimate_weights(
     num_fp8 = num_integers = num_packed = packed_bytes = num_head = 0
     bits = INTEGER_BITS.get(quantization or "") if stored is None else None
     num_tied = 0
-    if config.tie_word_embeddings and device == "cpu" and not is_headless and stage.is_last:
-        # Two copies: the output projection is laid out for the matrix product, the embedding for look-ups.
+    is_copied = device == "cpu" or (bits is not None and group_size(config.hidden_size) is not None)
+    if config.tie_word_embeddings and is_copied and not is_headless and stage.is_last:
+        # Two copies: the output projection is laid out for the product, or quantised, the embedding for look-ups.
         num_tied = -(-config.vocab_size // tensor_parallel_size) * config.hidden_size
     if bits is not None:
         num_head = num_tied + elements.get(HEAD, 0) if group_size(config.hidden_size) else 0
         num_integers = sum(
-            count for name, count in elements.items() if _is_quantised_online(config, name, count)
+            count
+            for name, count in elements.items()
+            if _is_quantised_online(config, name, count) and not (device == "cuda" and _EXPERTS.search(name))
         )
     if stored is not None:
         if keeps_integers:
-            num_packed, packed_bytes = stored.packed_numbers(elements, tensor_parallel_size)
-        elements, num_fp8 = stored.widened_elements(elements)
-    if device != "cuda" or itemsize != 2 or config.widens_fp8:
-        num_fp8 = 0
+            packed = elements
+            if device == "cuda":
+                packed = {name: count for name, count in elements.items() if not _EXPERTS.search(name)}
+            num_packed, packed_bytes = stored.packed_numbers(packed, tensor_parallel_size, device)
+        multiplies_fp8 = device == "cuda" and itemsize == 2 and not config.widens_fp8
+        elements, num_fp8 = stored.widened_elements(elements, multiplies_fp8=multiplies_fp8)
     total = sum(elements.values()) + num_tied - num_fp8 - num_integers - num_packed - num_head
     scales = (num_integers + num_head) * 4 // (group_size(config.hidden_size) or 32)
     integers = (num_integers * (bits or 0) + num_head * HEAD_BITS) // 8

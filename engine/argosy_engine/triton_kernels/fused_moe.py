@@ -4,8 +4,8 @@ tokens to experts.
 Five launches: two to route, the experts' gate and up projections with the activation (without a gate, up alone), their
 down projections, either of the two with the routing weight, and the sum over a token's experts. Grids have the size of
 the worst case; programs past the last tile return at once. Weights in FP8 are widened to the activations' dtype on
-their way to the tensor cores: small batches are bound by reading weights, which this halves, and activations are not
-quantised.
+their way to the tensor cores, and so are those in MXFP4 (OCP Microscaling Formats 1.0), by `tl.dot_scaled`: small
+batches are bound by reading weights, of which this leaves a half or a quarter, and activations are not quantised.
 
 Routing is top-k, then a counting sort of (token, expert) pairs by expert, without synchronisation: how many pairs an
 expert gets is known on the device alone, so buffers have the size of the worst case. The sort is stable and uses no
@@ -386,11 +386,14 @@ def _gate_up_experts(
     weight_stride,
     expert_scale_stride,
     scale_stride,
+    scale_block_stride,
     hidden,
     inner,
     columns,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -412,15 +415,30 @@ def _gate_up_experts(
     # Columns past the end wrap around, so that loads need no mask for them; they are not stored.
     gate_row = n % inner
     x = x_ptr + token[:, None] * x_stride + k[None, :]
-    gate_weight = weight_ptr + expert * expert_stride + gate_row[None, :] * weight_stride + k[:, None]
+    if IS_MXFP4:  # two columns in a byte
+        stored = tl.arange(0, BLOCK_K // 2)
+    else:
+        stored = k
+    gate_weight = weight_ptr + expert * expert_stride + gate_row[None, :] * weight_stride + stored[:, None]
     if ACTIVATION == "relu2":  # there is no gate
         up_weight = gate_weight
     else:
         up_weight = gate_weight + inner * weight_stride
         gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
     for start in range(0, hidden, BLOCK_K):
-        if IS_EVEN:
+        if IS_MXFP4:
+            a = tl.load(x + start, mask=is_row[:, None], other=0.0)
+            exponents = scale[:, None] + start // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
+            if ACTIVATION != "relu2":
+                gate_b = tl.load(gate_weight + start // 2)
+                gate = tl.dot_scaled(a, None, "bf16", gate_b, tl.load(exponents), "e2m1", gate)
+                exponents += inner * scale_stride
+            up_b = tl.load(up_weight + start // 2)
+            up = tl.dot_scaled(a, None, "bf16", up_b, tl.load(exponents), "e2m1", up)
+        elif IS_EVEN:
             a = tl.load(x + start, mask=is_row[:, None], other=0.0)
             if ACTIVATION != "relu2":
                 gate_b = tl.load(gate_weight + start)
@@ -431,11 +449,18 @@ def _gate_up_experts(
             if ACTIVATION != "relu2":
                 gate_b = tl.load(gate_weight + start, mask=in_row[:, None], other=0.0)
             up_b = tl.load(up_weight + start, mask=in_row[:, None], other=0.0)
-        if ACTIVATION != "relu2":
-            gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
-        up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
-    if scale_ptr is not None:
-        scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
+        if SCALE_BLOCK > 0:
+            factor = scale + start // SCALE_BLOCK * scale_block_stride
+            if ACTIVATION != "relu2":
+                sums = tl.dot(a, gate_b.to(a.dtype), input_precision=PRECISION)
+                gate += sums * tl.load(factor)[None, :]
+                factor += inner * scale_stride
+            up += tl.dot(a, up_b.to(a.dtype), input_precision=PRECISION) * tl.load(factor)[None, :]
+        elif not IS_MXFP4:
+            if ACTIVATION != "relu2":
+                gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
+            up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
+    if scale_ptr is not None and SCALE_BLOCK == 0 and not IS_MXFP4:
         if ACTIVATION != "relu2":
             gate *= tl.load(scale)[None, :]
             scale += inner * scale_stride
@@ -482,9 +507,12 @@ def _down_experts(
     weight_stride,
     expert_scale_stride,
     scale_stride,
+    scale_block_stride,
     hidden,
     inner,
     columns,
+    SCALE_BLOCK: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -502,19 +530,34 @@ def _down_experts(
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x = x_ptr + row.to(tl.int64)[:, None] * inner + k[None, :]
-    weight = weight_ptr + expert * expert_stride + (n % hidden)[None, :] * weight_stride + k[:, None]
+    if IS_MXFP4:
+        stored = tl.arange(0, BLOCK_K // 2)
+    else:
+        stored = k
+    weight = weight_ptr + expert * expert_stride + (n % hidden)[None, :] * weight_stride + stored[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if scale_ptr is not None:
+        scale = scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride
     for start in range(0, inner, BLOCK_K):
-        if IS_EVEN:
+        if IS_MXFP4:
+            a = tl.load(x + start, mask=is_row[:, None], other=0.0)
+            b = tl.load(weight + start // 2)
+            exponents = tl.load(scale[:, None] + start // 32 + tl.arange(0, BLOCK_K // 32)[None, :])
+            total = tl.dot_scaled(a, None, "bf16", b, exponents, "e2m1", total)
+        elif IS_EVEN:
             a = tl.load(x + start, mask=is_row[:, None], other=0.0)
             b = tl.load(weight + start)
         else:
             in_row = start + k < inner
             a = tl.load(x + start, mask=is_row[:, None] & in_row[None, :], other=0.0)
             b = tl.load(weight + start, mask=in_row[:, None], other=0.0)
-        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride)[None, :]
+        if SCALE_BLOCK > 0:
+            factor = tl.load(scale + start // SCALE_BLOCK * scale_block_stride)
+            total += tl.dot(a, b.to(a.dtype), input_precision=PRECISION) * factor[None, :]
+        elif not IS_MXFP4:
+            total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+    if scale_ptr is not None and SCALE_BLOCK == 0 and not IS_MXFP4:
+        total *= tl.load(scale)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert * hidden + n % hidden).to(tl.float32)[None, :]
     pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
@@ -566,15 +609,19 @@ def fused_moe(
         x: [T, hidden], float32, bfloat16 or float16; rows may be strided.
         logits: the router's, [T, number of all experts].
         w1: gate and up projections, [num_experts, 2 * inner, hidden], or up alone, [num_experts, inner, hidden]; x's
-            dtype or float8_e4m3fn.
+            dtype, float8_e4m3fn, or uint8 of pairs in MXFP4 (e2m1), [num_experts, rows, hidden / 2], the first in the
+            lower half of a byte, for x in bfloat16.
         w2: down projections, [num_experts, hidden, inner], w1's dtype.
         experts_per_token: k.
         normalises: whether to scale a token's k weights to sum to 1 (`norm_topk_prob`).
         scales_inputs: whether a token's weights are factors on what its experts get, instead of on what they give.
         activation: of the gates; `gelu` by its approximation with tanh, `swigluoai` that of gpt-oss (`activations`),
             `relu2` the square of a ReLU, without a gate.
-        w1_scale: float32 factors of FP8 weights: [num_experts], or one for each of w1's rows.
-        w2_scale: [num_experts] or [num_experts, hidden].
+        w1_scale: float32 factors of FP8 weights: [num_experts], or one for each of w1's rows, [num_experts, rows], or
+            for each 128 inputs of a row, [num_experts, blocks, rows]. Of MXFP4: uint8 exponents of 2, plus 127, for
+            each 32 inputs, [num_experts, rows, hidden / 32].
+        w2_scale: [num_experts], [num_experts, hidden] or [num_experts, blocks, hidden]; of MXFP4 [num_experts, hidden,
+            inner / 32].
         w1_bias: one for each of w1's rows, contiguous; None: none.
         w2_bias: [num_experts, hidden], contiguous.
         slot_mapping: int64 [T]; rows with -1 are padding: no expert computes them and their output is 0.
@@ -583,16 +630,19 @@ def fused_moe(
         choice: further arguments of `route`, for other ways to choose experts.
 
     Raises:
-        ValueError: the device has no FP8 for FP8 weights, or such weights have no scales, or other weights have them.
+        ValueError: the device has no FP8 for FP8 weights, or quantised weights have no scales, or others have them, or
+            x is not in bfloat16 beside MXFP4.
     """
     tokens, hidden = x.shape
-    inner, k = w2.shape[2], experts_per_token
+    is_fp8, is_mxfp4 = w1.dtype is torch.float8_e4m3fn, w1.dtype is torch.uint8
+    inner, k = w2.shape[2] * (2 if is_mxfp4 else 1), experts_per_token
     traits = device_traits(x.device)
-    is_fp8 = w1.dtype is torch.float8_e4m3fn
+    if is_mxfp4 and (x.dtype is not torch.bfloat16 or hidden % 32 or inner % 32):
+        raise ValueError("weights in MXFP4 need activations in bfloat16 and sizes that are multiples of 32")
     if is_fp8 and not traits.has_fp8:
         raise ValueError("FP8 weights on a device without FP8: load a checkpoint in bfloat16")
-    if is_fp8 != (w1_scale is not None) or is_fp8 != (w2_scale is not None):
-        raise ValueError("w1_scale and w2_scale belong to FP8 weights, which need both")
+    if any((is_fp8 or is_mxfp4) != (each is not None) for each in (w1_scale, w2_scale)):
+        raise ValueError("w1_scale and w2_scale belong to quantised weights, which need both")
     tile_rows = _tile_rows(tokens * k / logits.shape[1], x.dtype)
     held = range(first_expert, first_expert + len(w1))
     routing = route(
@@ -603,7 +653,16 @@ def fused_moe(
     if out is None:
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     products_at_once = 1 if activation == "relu2" else 2
-    tiling = _Tiling.choose(traits, x.dtype, w1.dtype, tile_rows, depth=hidden, products=products_at_once)
+    has_blocks = w1_scale is not None and w1_scale.dim() == 3
+    tiling = _Tiling.choose(
+        traits,
+        x.dtype,
+        w1.dtype,
+        tile_rows,
+        depth=hidden,
+        products=products_at_once,
+        has_blocks=has_blocks,
+    )
     columns = triton.cdiv(inner, tiling.block_n)
     launch(
         _gate_up_experts,
@@ -628,7 +687,9 @@ def fused_moe(
         ACTIVATION=activation,
         **tiling.constants(hidden),
     )
-    tiling = _Tiling.choose(traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1)
+    tiling = _Tiling.choose(
+        traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1, has_blocks=has_blocks
+    )
     columns = triton.cdiv(hidden, tiling.block_n)
     launch(
         _down_experts,
@@ -693,11 +754,13 @@ class _Tiling:
         *,
         depth: int,
         products: int,
+        has_blocks: bool = False,
     ) -> _Tiling:
         """Choose the shape of a program's matrix products.
 
         Few rows: narrow columns give more programs, and deep blocks keep more bytes of the weights in flight. Many
-        rows: 128 x 128 results per program, the most that 8 warps hold in registers.
+        rows: 128 x 128 results per program, the most that 8 warps hold in registers; 128 x 64 of data-center Blackwell
+        if scales of blocks multiply sums on their way from tensor memory.
         """
         is_wide = dtype is torch.float32
         if is_wide:
@@ -705,7 +768,8 @@ class _Tiling:
         elif tile_rows <= 32:
             block_n, block_k = 64 // products, 128
         else:
-            block_n, block_k = 128 // products, 64
+            most = 64 if has_blocks and traits.capability == 100 else 128
+            block_n, block_k = min(128 // products, most), 64
         if depth % block_k:
             block_k = next((size for size in (64, 32) if size < block_k and depth % size == 0), 32)
         weights = products * block_n * block_k
@@ -748,8 +812,25 @@ def _tiles(routing: Routing) -> dict[str, torch.Tensor]:
     }
 
 
-def _scale_strides(scale: torch.Tensor | None) -> dict[str, int]:
-    if scale is None:
-        return {"expert_scale_stride": 0, "scale_stride": 0}
-    per_channel = scale.dim() == 2 and scale.shape[1] > 1
-    return {"expert_scale_stride": scale.stride(0), "scale_stride": scale.stride(1) if per_channel else 0}
+_SCALE_BLOCK = 128
+"""Inputs with one scale, which blocks of the kernels divide."""
+
+
+def _scale_strides(scale: torch.Tensor | None) -> dict[str, int | bool]:
+    expert = row = block = 0
+    is_mxfp4 = scale is not None and scale.dtype is torch.uint8
+    if scale is not None:
+        expert = scale.stride(0)
+        if is_mxfp4:
+            row = scale.stride(1)
+        elif scale.dim() == 3:
+            block, row = scale.stride(1), scale.stride(2)
+        elif scale.dim() == 2 and scale.shape[1] > 1:
+            row = scale.stride(1)
+    return {
+        "expert_scale_stride": expert,
+        "scale_stride": row,
+        "scale_block_stride": block,
+        "SCALE_BLOCK": _SCALE_BLOCK if block else 0,
+        "IS_MXFP4": is_mxfp4,
+    }

@@ -196,7 +196,7 @@ def warm_up(
     max_model_len: int,
     on_step: Callable[[], None] = lambda: None,
     *,
-    has_experts: bool = False,
+    has_tiles: bool = False,
 ) -> set[Variant]:
     """Run the steps, log how many variants of kernels they launched and how long that took, and return the variants.
 
@@ -204,11 +204,12 @@ def warm_up(
 
     Args:
         on_step: called after each step.
-        has_experts: whether layers of the model are mixtures of experts.
+        has_tiles: whether kernels choose their tiles by the number of tokens, as those of experts and of quantised
+            weights do.
     """
     steps = [*_steps(args, max_model_len)]
-    if has_experts:
-        steps += _expert_steps(args, max_model_len)
+    if has_tiles:
+        steps += _tile_steps(args, max_model_len)
     started = time.perf_counter()
     with launched_variants() as variants:
         for step in steps:
@@ -260,7 +261,7 @@ def _steps(args: EngineArgs, max_model_len: int) -> Iterator[_Step]:
             yield _Step([(context, context - 1)] * count, sampling, has_grammar=True)
 
 
-def _expert_steps(args: EngineArgs, max_model_len: int) -> Iterator[_Step]:
+def _tile_steps(args: EngineArgs, max_model_len: int) -> Iterator[_Step]:
     """Yield prompts of every number of tokens at which chunks or tiles become larger: powers of two, and one more."""
     longest = max_model_len - 1
     most = min(args.max_num_batched_tokens, args.max_num_seqs * longest)

@@ -33,7 +33,7 @@ from argosy_engine.distributed.lockstep import Round
 from argosy_engine.distributed.parallel_state import ParallelState, init_parallel_state, single_process
 from argosy_engine.errors import ConfigError, EngineError
 from argosy_engine.layers.experts import TokenExchange
-from argosy_engine.layers.linear_method import has_fp8_products, keeps_integers
+from argosy_engine.layers.linear_method import has_fp8_products, keeps_integers, packed_forms, packs_mxfp4
 from argosy_engine.layers.self_test import layer_self_test, working_backend
 from argosy_engine.messages import LoadStep, OnLoadStep, SchedulerOutput, WorkerInfo, ignore_step
 from argosy_engine.model_configs.model_config import (
@@ -191,6 +191,8 @@ class Worker:
                 [layer.of_rank(args.tensor_parallel_size) for layer in config.attention_layers],
                 args.has_fp8_kv_cache,
             )
+            packed = packed_forms(config, args.quantization, dtype, device)
+            is_fp8 = has_fp8_products(config, args.quantization, dtype, device)
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
             else:
@@ -206,7 +208,9 @@ class Worker:
                         dtype,
                         device,
                         args.tensor_parallel_size,
-                        has_fp8_products=has_fp8_products(config, args.quantization, dtype, device),
+                        has_fp8_products=is_fp8,
+                        packed=packed,
+                        has_mxfp4=packs_mxfp4(config, dtype, device, uses_triton=True),
                     ),
                 )
                 self._backend = agreed_backend(chosen, self._parallel)
@@ -301,7 +305,7 @@ class Worker:
                     args,
                     self._budget.max_model_len,
                     self._counted("warm-up"),
-                    has_experts=config.num_routed_experts > 0,
+                    has_tiles=config.num_routed_experts > 0 or bool(packed) or is_fp8,
                 )
         if sizes := self._graph_sizes():
             with self._phase("graphs"):
@@ -464,7 +468,8 @@ class Worker:
         return fingerprint(self._path, settings, has_weights=not is_dummy)
 
     def _keeps_integers(self) -> bool:
-        return keeps_integers(self._config, self._dtype, self._device)
+        uses_triton = self._backend.uses_triton
+        return keeps_integers(self._config, self._dtype, self._device, uses_triton=uses_triton)
 
     def _bf16_kernels(self) -> Kernels | None:
         return kernels_for(self._device, self._dtype) if self._dtype is torch.bfloat16 else None

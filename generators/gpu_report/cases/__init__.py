@@ -2,11 +2,13 @@
 
 from gpu_report.case import Cases
 from gpu_report.cases import (
+    fp8_linear,
     fused_moe,
     gated_delta_net,
     latent_attention,
     mamba,
     moe_routing,
+    packed_linear,
     paged_attention,
     process_logits,
     published_models,
@@ -20,11 +22,13 @@ from gpu_report.cases import (
 )
 
 ALL_CASES: dict[str, Cases] = {
+    "fp8_linear": fp8_linear.cases,
     "fused_moe": fused_moe.cases,
     "gated_delta_net": gated_delta_net.cases,
     "latent_attention": latent_attention.cases,
     "mamba": mamba.cases,
     "moe_routing": moe_routing.cases,
+    "packed_linear": packed_linear.cases,
     "paged_attention": paged_attention.cases,
     "process_logits": process_logits.cases,
     "published_models": published_models.cases,

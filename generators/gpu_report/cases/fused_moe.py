@@ -33,6 +33,11 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
                     f"{name}, FP8 weights, {tokens} tokens, 128 experts",
                     _call(tokens, *_QWEN3, dtype=dtype, is_fp8=True),
                 )
+            yield Case(
+                f"bf16, FP8 weights with scales of blocks, {tokens} tokens, 128 experts",
+                _call(tokens, *_QWEN3, dtype=torch.bfloat16, is_fp8=True, has_blocks=True),
+                is_sampled=tokens == 8192,
+            )
     for tokens in (1, 512, 1024, 8192):
         yield Case(
             f"bf16, {tokens} tokens, 128 experts without a gate",
@@ -49,6 +54,11 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
             f"bf16, {tokens} tokens, 32 experts with biases",
             _call(tokens, *_GPT_OSS, dtype=torch.bfloat16, is_gpt_oss=True),
             is_sampled=tokens == 512,
+        )
+        yield Case(
+            f"bf16, {tokens} tokens, 32 experts in MXFP4 with biases",
+            _call(tokens, *_GPT_OSS, dtype=torch.bfloat16, is_gpt_oss=True, is_mxfp4=True),
+            is_sampled=tokens != 512,
         )
         yield Case(
             f"bf16, {tokens} tokens, 16 experts that get weighted inputs",
@@ -70,17 +80,30 @@ def _call(
     is_gpt_oss: bool = False,
     is_llama_4: bool = False,
     is_nemotron_3: bool = False,
+    has_blocks: bool = False,
+    is_mxfp4: bool = False,
 ) -> Callable[[], object]:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="cuda")
 
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        if is_mxfp4:
+            return empty(experts, rows, columns // 2, dtype=torch.uint8)
+        return empty(experts, rows, columns, dtype=torch.float8_e4m3fn if is_fp8 else dtype)
+
+    def scales(rows: int, columns: int) -> torch.Tensor:
+        if is_mxfp4:
+            return empty(experts, rows, columns // 32, dtype=torch.uint8)
+        shape = (experts, -(-columns // 128), rows) if has_blocks else (experts, rows)
+        return empty(*shape, dtype=torch.float32)
+
     def call() -> object:
-        weight_dtype, rows = torch.float8_e4m3fn if is_fp8 else dtype, inner if is_nemotron_3 else 2 * inner
+        rows, is_quantised = inner if is_nemotron_3 else 2 * inner, is_fp8 or is_mxfp4
         return fused_moe(
             empty(tokens, hidden),
             empty(tokens, experts, dtype=torch.float32 if is_nemotron_3 else dtype),
-            empty(experts, rows, hidden, dtype=weight_dtype),
-            empty(experts, hidden, inner, dtype=weight_dtype),
+            weight(rows, hidden),
+            weight(hidden, inner),
             k,
             normalises=not is_llama_4,
             is_sigmoid=is_llama_4 or is_nemotron_3,
@@ -89,8 +112,8 @@ def _call(
             activation="swigluoai" if is_gpt_oss else "relu2" if is_nemotron_3 else "silu",
             w1_bias=empty(experts, 2 * inner) if is_gpt_oss else None,
             w2_bias=empty(experts, hidden) if is_gpt_oss else None,
-            w1_scale=empty(experts, rows, dtype=torch.float32) if is_fp8 else None,
-            w2_scale=empty(experts, hidden, dtype=torch.float32) if is_fp8 else None,
+            w1_scale=scales(rows, hidden) if is_quantised else None,
+            w2_scale=scales(hidden, inner) if is_quantised else None,
         )
 
     return call
