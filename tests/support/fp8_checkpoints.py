@@ -98,7 +98,7 @@ def quantize_checkpoint(
         ) and tensor.ndim == 2
         if skipped is not None:
             module = name.removesuffix(".weight").replace("language_model.model.", "language_model.")
-            module = _WRAPPED.sub(r"model.\1", module)
+            module = _WRAPPED.sub(r"model.\1.", module)
             module = module[: module.find(".experts.") + 8] if ".experts." in module else module
             is_linear |= name.endswith((".gate.weight", "lm_head.weight"))
             is_linear &= should_convert_module(module, skipped)
