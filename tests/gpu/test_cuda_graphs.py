@@ -13,6 +13,7 @@ from argosy_engine.config import capture_sizes
 from argosy_engine.distributed.lockstep import Round
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages import NewRequest, SchedulerOutput
+from argosy_engine.params import PoolingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.launch import KNOWN_DEVICES
 from argosy_engine.triton_kernels.paged_attention import _layout_of
@@ -21,7 +22,7 @@ from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.cuda_graphs import MIN_QUERIES, StepGraphs, graph_sizes, mixed_graph_sizes
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.input_batch import InputBatch, StepArrays, StepTensors, empty_step, flatten_step
-from argosy_engine.worker.model_runner import ModelRunner
+from argosy_engine.worker.model_runner import ModelRunner, Pooler
 from argosy_engine.worker.warm_up import estimate_graphs
 from checked_copies import CheckedRuntime
 from rerun_graphs import RerunGraphs
@@ -319,7 +320,28 @@ def test_other_mixed_steps_run_eagerly(mixed_steps: MixedSteps) -> None:
     assert run(mixed_steps.mixed(many=(17, 17))) is None, "none is as large"
     step = mixed_steps.mixed(shared=(4, 4))
     assert run(step, Round([4, 1], is_decode=False)) is None, "the other core would have to know"
+    assert run(step, allows_mixed=False) is None, "vectors are made of its hidden states"
     assert run(step) is not None
+    assert run(mixed_steps.mixed(decode=(4, 1)), allows_mixed=False) is not None
+
+
+def test_no_mixed_step_is_replayed_while_a_request_wants_vectors() -> None:
+    asked: list[bool] = []
+
+    class Graphs:
+        def run(self, step: StepArrays, agreed: Round | None, *, allows_mixed: bool) -> Any:
+            asked.append(allows_mixed)
+            return torch.zeros(0), None
+
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.pooler = Pooler(None)  # type: ignore[arg-type]
+    runner._graphs, runner._pipeline, runner._images = Graphs(), None, None  # type: ignore[assignment]
+    runner._compute(empty_step(), None)
+    runner.pooler.add("embedded", PoolingParams())
+    runner._compute(empty_step(), None)
+    runner.pooler.remove("embedded")
+    runner._compute(empty_step(), None)
+    assert asked == [True, False, True]
 
 
 def test_mixed_steps_that_cannot_be_captured_leave_the_decodes(
