@@ -98,7 +98,7 @@ class Started:
         from argosy_engine.triton_kernels import direct_launch
         from argosy_engine.triton_kernels import launch as launching
 
-        self.stub, self.launching, self.module = stub_driver(), launching, direct_launch
+        self.stub, self.launching = stub_driver(), launching
         self.kernel = direct_launch.probe
         self.kernel.device_caches.clear()
         self.direct = direct_launch.Direct(direct_launch.load_module(str(self.stub.library)))
