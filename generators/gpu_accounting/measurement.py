@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from argosy_engine.params import SamplingParams
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.launch import KNOWN_DEVICES, assume_device
 from argosy_engine.worker.cuda_graphs import CapturedGraph
+from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.model_runner import ModelRunner
 from gpu_accounting.fake_device import CUDA, FakeRuntime, fake_cuda
 from gpu_accounting.models import DENSE_LAYERS, MODELS, ONLINE, PERIODS
@@ -148,6 +150,13 @@ class AccountedRunner:
         graphs, whose replays count as one launch."""
         with self._on_device(), self.trace.recording():
             assert self.runner.capture_graphs(sizes, _CountedGraphs(self.trace), mixed=mixed or [])
+
+    def pad_steps(self, num_tokens: int) -> None:
+        """From now on pad every step as a mixed one that is captured, but launch it."""
+        inputs = self.runner._inputs
+        assert isinstance(inputs, DeviceInputs)
+        padded: Any = partial(inputs.tensors, num_rows=inputs.num_slots, num_tokens=num_tokens)
+        inputs.tensors = padded  # type: ignore[method-assign]
 
     def execute(self, step: SchedulerOutput) -> list[Operation]:
         """Launch a step and return its operations.

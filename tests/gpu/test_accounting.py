@@ -12,8 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from argosy_engine.params import SamplingParams
-from argosy_engine.worker.device_inputs import DeviceInputs
+from argosy_engine.params import PoolingParams, SamplingParams
 from gpu_accounting.__main__ import table_line
 from gpu_accounting.fake_device import CUDA
 from gpu_accounting.measurement import (
@@ -183,31 +182,35 @@ def test_a_captured_mixed_step_is_a_few_launches(model: str) -> None:
     assert sum(each.phase == "layer" for each in runner.execute(few)) > 1, "its keys may be split"
 
 
-def test_every_mixed_step_of_a_captured_size_reads_the_same_addresses(runner: AccountedRunner) -> None:
+def test_every_mixed_step_of_a_captured_size_reads_the_same_addresses() -> None:
     """And launches the same, which no value of a step decides: what a captured one repeats is what it would do."""
-    inputs, seen = runner.runner._inputs, []
-    assert isinstance(inputs, DeviceInputs)
-    original = inputs.tensors
-    inputs.tensors = lambda step: original(step, num_rows=inputs.num_slots, num_tokens=640)  # type: ignore[method-assign,assignment]
-    try:
-        for shape in (
-            Shape("", decodes=8, prompts=(512,)),
-            Shape("", prompts=(300, 40)),
-            Shape("", prompts=(640,)),
-        ):
-            step = runner.add(shape)
-            launches = [
-                (each.name, each.shapes)
-                for each in runner.execute(step)
-                if each.phase in ("forward", "layer")
-                and each.name != "index_select"  # of the rows that sample
-            ]
-            assert len(launches) == 20
-            seen.append((launches, runner.forward_addresses()))
-            runner.finish(step)
-    finally:
-        inputs.tensors = original  # type: ignore[method-assign]
+    runner, seen = AccountedRunner(MODELS["Qwen3-0.6B"], 2), []
+    runner.pad_steps(640)
+    for shape in (Shape("", 8, (512,)), Shape("", prompts=(300, 40)), Shape("", prompts=(640,))):
+        step = runner.add(shape)
+        launches = [
+            (each.name, each.shapes)
+            for each in runner.execute(step)
+            if each.phase in ("forward", "layer") and each.name != "index_select"  # of the rows that sample
+        ]
+        assert len(launches) == 20
+        seen.append((launches, runner.forward_addresses()))
+        runner.finish(step)
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_no_mixed_step_is_replayed_while_a_request_wants_vectors() -> None:
+    runner = AccountedRunner(MODELS["Qwen3-0.6B"], 2)
+    runner.capture([8], mixed=[192])
+    pooler, replayed = runner.runner.pooler, []
+    for wants_vectors in (False, True, False):
+        if wants_vectors:
+            pooler.add("embedded", PoolingParams())
+        step = runner.add(Shape("prompt", prompts=(192,)))
+        replayed.append("cuda graph" in {each.name for each in runner.execute(step)})
+        runner.finish(step)
+        pooler.remove("embedded")
+    assert replayed == [True, False, True]
 
 
 def test_waits_and_copies_are_noticed(runner: AccountedRunner) -> None:

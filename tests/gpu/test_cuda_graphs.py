@@ -15,7 +15,7 @@ from argosy_engine.errors import ConfigError
 from argosy_engine.messages import NewRequest, SchedulerOutput
 from argosy_engine.sample.sampler import SamplerOptions
 from argosy_engine.triton_kernels.launch import KNOWN_DEVICES
-from argosy_engine.triton_kernels.paged_attention import _layout_of
+from argosy_engine.triton_kernels.paged_attention import layout_of
 from argosy_engine.worker import cuda_graphs
 from argosy_engine.worker import worker as worker_module
 from argosy_engine.worker.cuda_graphs import MIN_QUERIES, StepGraphs, graph_sizes, mixed_graph_sizes
@@ -113,7 +113,7 @@ class Steps:
     def __init__(self, api: RerunGraphs, *, is_required: bool = False) -> None:
         self.batch = InputBatch(6, 64, 4, 1, (1,), CPU, SamplerOptions(), tracks_blocks=True)
         self.inputs = DeviceInputs(self.batch, 16, max_num_tokens=64, device=CPU, runtime=CheckedRuntime())
-        self.num_eager = 0
+        self.num_eager, self.api = 0, api
         self.graphs = StepGraphs(self.inputs, self.forward, api, is_required=is_required)
 
     def forward(self, tensors: StepTensors) -> torch.Tensor:
@@ -309,8 +309,7 @@ def test_a_mixed_step_uses_the_next_captured_number_of_tokens(mixed_steps: Mixed
         ran = mixed_steps.graphs.run(mixed_steps.mixed(**{f"of {queries}": (queries, queries)}))
         assert ran is not None
         assert len(ran[0]) == queries
-    assert isinstance(mixed_steps.graphs._api, RerunGraphs)
-    assert mixed_steps.graphs._api.replays == [8, 8, 16, 16]
+    assert mixed_steps.api.replays == [8, 8, 16, 16]
 
 
 def test_other_mixed_steps_run_eagerly(mixed_steps: MixedSteps) -> None:
@@ -319,7 +318,9 @@ def test_other_mixed_steps_run_eagerly(mixed_steps: MixedSteps) -> None:
     assert run(mixed_steps.mixed(many=(17, 17))) is None, "none is as large"
     step = mixed_steps.mixed(shared=(4, 4))
     assert run(step, Round([4, 1], is_decode=False)) is None, "the other core would have to know"
+    assert run(step, allows_mixed=False) is None, "vectors are made of its hidden states"
     assert run(step) is not None
+    assert run(mixed_steps.mixed(decode=(4, 1)), allows_mixed=False) is not None
 
 
 def test_mixed_steps_that_cannot_be_captured_leave_the_decodes(
@@ -346,9 +347,9 @@ def test_attention_of_a_graph_has_the_configuration_of_the_steps_that_it_replays
         for head_dim in (64, 80, 128, 256, 512):
             for group in (1, 2, 3, 5, 8, 16, 64) if head_dim <= 256 else (1, 4, 16):
                 shape = traits, dtype, kv_dtype
-                wanted = _layout_of(*shape, 2048, group * 2, 2, head_dim, 256, 1 << 17, 2048, None)
+                wanted = layout_of(*shape, 2048, group * 2, 2, head_dim, 256, 1 << 17, 2048, None)
                 for tokens, requests in ((MIN_QUERIES + 1, 1), (200, 8), (2048, 256)):
-                    eager = _layout_of(
+                    eager = layout_of(
                         *shape, tokens, group * 2, 2, head_dim, requests, 1 << 17, MIN_QUERIES + 1, None
                     )
                     found = eager.tiles, eager.block_q, eager.is_packed, eager.num_segments

@@ -98,8 +98,8 @@ class Started:
         from argosy_engine.triton_kernels import direct_launch
         from argosy_engine.triton_kernels import launch as launching
 
-        self.stub, self._launching, self._module = stub_driver(), launching, direct_launch
-        self.kernel = direct_launch._probe
+        self.stub, self.launching = stub_driver(), launching
+        self.kernel = direct_launch.probe
         self.kernel.device_caches.clear()
         self.direct = direct_launch.Direct(direct_launch.load_module(str(self.stub.library)))
         launching.set_direct(self.direct)
@@ -112,10 +112,10 @@ class Started:
         return usual | changes
 
     def start(self, grid: tuple[int, ...] = (3,), **changes: Any) -> bool:
-        return self._launching.start_kernel(self.kernel, grid, 1, 1, self.arguments(**changes))
+        return self.launching.start_kernel(self.kernel, grid, 1, 1, self.arguments(**changes))
 
     def close(self) -> None:
-        self._launching.set_direct(None)
+        self.launching.set_direct(None)
         self.stub.metadata, self.stub.extra_sizes = {}, (8, 8)
         self.stub.set_context(0x1000)
         self.stub.refuse(0)
@@ -183,12 +183,12 @@ def refusals() -> dict[str, tuple[list[bool], str]]:
     }.items():
         started = Started()
         started.stub.metadata = metadata
-        original = started._launching._start_by_triton
-        started._launching._start_by_triton = _compile  # Triton would ask for memory to launch some of these
+        original = started.launching.start_by_triton
+        started.launching.start_by_triton = _compile  # Triton would ask for memory to launch some of these
         try:
             found[name] = [started.start() for _ in range(3)], started.direct.last_refusal
         finally:
-            started._launching._start_by_triton = original
+            started.launching.start_by_triton = original
             started.close()
     for name, sizes in {"no scratch": (), "a parameter more": (8, 8, 4), "many more": (8,) * 5}.items():
         started = Started()

@@ -155,7 +155,7 @@ def _letter(kind: Any) -> str:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _probe(
+def probe(
     out_ptr, source_ptr, absent_ptr, count, wide, stride, factor, one, BLOCK: tl.constexpr, NAME: tl.constexpr
 ):
     """Write what each argument says: for the check at start-up."""
@@ -186,7 +186,7 @@ def _check(direct: Direct, device: torch.device) -> None:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                is_direct = launching.start_kernel(_probe, (1,), 1, 1, values)
+                is_direct = launching.start_kernel(probe, (1,), 1, 1, values)
             if stream is not None:
                 stream.synchronize()
             if is_direct != (start > 0):

@@ -169,18 +169,18 @@ def start_kernel(kernel: Any, grid: Grid, num_warps: int, num_stages: int, argum
     if known is None:
         known = _known[id(kernel)] = _Known(kernel)
     if known.direct is None:
-        _start_by_triton(known, grid, num_warps, num_stages, arguments)
+        start_by_triton(known, grid, num_warps, num_stages, arguments)
         return False
     key = known.direct.start(grid, num_warps, num_stages, arguments)
     if key is True:
         return True
-    compiled = _start_by_triton(known, grid, num_warps, num_stages, arguments)
+    compiled = start_by_triton(known, grid, num_warps, num_stages, arguments)
     if key and _direct is not None:
         _direct.learn(known.direct, key, compiled)
     return False
 
 
-def _start_by_triton(
+def start_by_triton(
     known: _Known, grid: Grid, num_warps: int, num_stages: int, arguments: dict[str, Any]
 ) -> Any:
     """Start a kernel by Triton's launcher and return what was compiled."""

@@ -278,7 +278,9 @@ def paged_attention_fp8(
     return out, row_scales
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
+    """How the query tiles of a batch are computed; see the top."""
+
     tiles: AttentionTiles
     block_q: int
     """Queries of a tile."""
@@ -294,18 +296,18 @@ def _choose_layout(
     block_table: torch.Tensor,
     max_query_len: int,
     num_segments: int | None,
-) -> _Layout:
+) -> Layout:
     """Choose the layout of a batch with queries, from shapes. Arguments: `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests, max_blocks = block_table.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
-    return _layout_of(
+    return layout_of(
         device_traits(q.device), q.dtype, kv_cache.dtype, num_tokens, num_heads, num_kv_heads, head_dim, num_requests,
         max_blocks * block_size, min(max_query_len, num_tokens), num_segments,
     )  # fmt: skip
 
 
-def _layout_of(
+def layout_of(
     traits: DeviceTraits,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -317,7 +319,14 @@ def _layout_of(
     max_keys: int,
     max_query_len: int,
     num_segments: int | None,
-) -> _Layout:
+) -> Layout:
+    """Choose the layout of attention of these shapes.
+
+    Args:
+        max_keys: keys that the block table has room for.
+        max_query_len: at most num_tokens.
+        num_segments: None: chosen.
+    """
     group_size = num_heads // num_kv_heads
     tiles = choose_tiles(traits, dtype, kv_dtype, head_dim, group_size, max_query_len)
     block_q = tiles.block_m // group_size
@@ -333,7 +342,7 @@ def _layout_of(
     if not is_packed and num_segments == 1 and num_programs >= 2 * traits.num_sms:
         # There are programs enough to wait for memory in: on an H200 a third tile in flight cost 13 % for 64 requests.
         tiles = with_two_stages(tiles)
-    return _Layout(tiles, block_q, is_packed, num_programs, num_segments)
+    return Layout(tiles, block_q, is_packed, num_programs, num_segments)
 
 
 @lru_cache(maxsize=256)

@@ -209,13 +209,16 @@ class StepGraphs:
         tensors.inputs.meta.forget()
         return self._forward(tensors)
 
-    def run(self, step: StepArrays, agreed: Round | None = None) -> tuple[torch.Tensor, StepTensors] | None:
+    def run(
+        self, step: StepArrays, agreed: Round | None = None, *, allows_mixed: bool = True
+    ) -> tuple[torch.Tensor, StepTensors] | None:
         """Replay a step's forward pass and return the hidden states [T, hidden_size], valid until the next call.
 
         None: there is no graph for this step.
 
         Args:
             agreed: what all engine cores compute in this step, if they share experts: all replay graphs of one size.
+            allows_mixed: whether nothing keeps the hidden states of a prompt beyond the step.
         """
         count = len(step.slots)
         is_decode, wanted = step.num_decodes == count, count
@@ -223,7 +226,7 @@ class StepGraphs:
             is_decode, wanted = agreed.is_decode, agreed.num_rows
         is_mixed = not is_decode
         if is_mixed:
-            if agreed is not None or step.query_lens.max() <= MIN_QUERIES:
+            if not allows_mixed or agreed is not None or step.query_lens.max() <= MIN_QUERIES:
                 return None
             count = wanted = step.num_tokens
         graphs = self._mixed if is_mixed else self._decodes

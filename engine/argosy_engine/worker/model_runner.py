@@ -461,8 +461,8 @@ class ModelRunner:
             self._pipeline.receive(arrays.num_tokens)
         images = self._images if self._images is not None and self._images.has_images(arrays) else None
         computed = None
-        if self._graphs is not None and images is None and not self.pooler.has_requests:
-            computed = self._graphs.run(arrays, step)
+        if self._graphs is not None and images is None:
+            computed = self._graphs.run(arrays, step, allows_mixed=not self.pooler.has_requests)
         if computed is None:
             tensors = self._inputs.tensors(arrays)
             if images is not None:
