@@ -31,6 +31,7 @@ COUNTS: list[Any] = [0, 1, 2, 3, -1, 1.5, "2", "x", None, True, []]
 FLAGS: list[Any] = [True, False, None, 1, "true", "x", []]
 TEXTS: list[Any] = ["", "abc", None, 1, [], ["a"]]
 
+KWARGS: list[Any] = [{}, None, {"max_pixels": 5000}, {"x": {}}, [], "x", 5, {"a" * 70: 1}]
 COMMON: dict[str, list[Any]] = {
     "frequency_penalty": NUMBERS,
     "presence_penalty": NUMBERS,
@@ -86,6 +87,8 @@ COMMON: dict[str, list[Any]] = {
 }  # fmt: skip
 
 CHAT: dict[str, list[Any]] = {
+    "mm_processor_kwargs": KWARGS,
+    "media_io_kwargs": [*KWARGS, {"image": {"rgba_background_color": [0, 0, 0]}}],
     "messages": [
         [], None, "hi", [HELLO, HELLO], [{"role": "user"}], [{"content": "hi"}], [{"role": "nope", "content": "hi"}],
         [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],

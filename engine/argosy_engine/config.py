@@ -68,7 +68,8 @@ class CompilationConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, f
         "FULL_DECODE_ONLY"
     )
     cudagraph_capture_sizes: Annotated[tuple[CaptureSize, ...], Meta(max_length=MAX_CAPTURE_SIZES)] = ()
-    """Numbers of requests; empty: `capture_sizes` chooses."""
+    """Numbers of requests of decodes, and with FULL also of tokens of mixed steps (`worker.cuda_graphs`); empty: both
+    are chosen."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -463,9 +464,10 @@ class EngineArgs(MediaArgs, frozen=True, kw_only=True, omit_defaults=True, forbi
         Meta(
             description="JSON object; level or mode: 0 (default: our kernels as they are) or 3 (parts of the layers "
             "compiled by torch.compile at start-up, with a cache); cudagraph_mode: FULL_DECODE_ONLY (default on cuda: "
-            "steps that only decode are captured as CUDA graphs; FULL, PIECEWISE and FULL_AND_PIECEWISE mean the same) "
-            "or NONE; cudagraph_capture_sizes: numbers of requests to capture (default: 1, 2, 4, 8 and further, up to "
-            "--max-num-seqs and 512)"
+            "steps that only decode are captured as CUDA graphs), FULL (steps with prompts as well, where that can be; "
+            "PIECEWISE and FULL_AND_PIECEWISE mean the same) or NONE; cudagraph_capture_sizes: numbers of requests to "
+            "capture, and of tokens of steps with prompts (default: 1, 2, 4, 8 and further, up to --max-num-seqs and "
+            "512; tokens 160 to 2048 in 16 sizes)"
         ),
         Flag(is_json=True, short="-cc"),
     ] = CompilationConfig()

@@ -262,6 +262,16 @@ class MediaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allowed_domains: tuple[str, ...] = ()
     allowed_path: str | None = None
 
+    def setting(self) -> str:
+        """Return what of it determines what becomes of an image, for the model's fingerprint; empty if nothing is
+        set, or the model sees none."""
+        asked = {"processor": self.processor_kwargs} if self.processor_kwargs else {}
+        if self.background != (255, 255, 255):
+            asked["background"] = {"rgb": self.background}
+        if self.vision is None or not asked:
+            return self.why_blind
+        return msgspec.json.encode(asked, order="deterministic").decode()
+
     @property
     def model_type(self) -> str:
         """Of the checkpoint's config.json; empty without `vision`."""

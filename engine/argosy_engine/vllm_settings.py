@@ -168,9 +168,11 @@ def _with_sizes(args: EngineArgs, sizes: Sequence[int] | None, largest: int | No
                 f"--{_MAX_SIZE} {largest} is not the largest of the sizes to capture, {max(sizes)}: leave it out"
             )
         return replace(config, cudagraph_capture_sizes=tuple(sizes))
-    if min(largest, MAX_DEFAULT_SIZE) >= args.max_num_seqs:
+    has_mixed = config.cudagraph_mode not in ("NONE", "FULL_DECODE_ONLY")
+    if not has_mixed and min(largest, MAX_DEFAULT_SIZE) >= args.max_num_seqs:
         return config
-    sizes = capture_sizes(args.max_num_seqs, largest=largest)
+    # Mixed steps have more tokens than there are requests.
+    sizes = capture_sizes(largest if has_mixed else args.max_num_seqs, largest=largest)
     if len(sizes) > MAX_CAPTURE_SIZES:
         raise ConfigError(f"--{_MAX_SIZE}: {len(sizes)} sizes are too many; give them, by --{_SIZES}")
     return replace(config, cudagraph_capture_sizes=tuple(sizes))

@@ -20,8 +20,8 @@ VARIABLES = {
         "line: two nodes need one in common.",
         "ARGOSY_MASTER_ADDR, ARGOSY_NODE_RANK, ARGOSY_NODE_TEMPLATE_HASH": "Set by the operator in the pods of a "
         "replica with `spec.parallelism.nodes`, for the arguments there and for itself; programs do not read them.",
-        "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels; `debug` builds the "
-        "kernels with their assertions.",
+        "ARGOSY_NATIVE": "`0` makes a CPU engine compute with torch instead of the C++ kernels, and a GPU engine start "
+        "its kernels by Triton's launcher; `debug` builds the CPU kernels with their assertions.",
         "CXX": "C++ compiler that builds the CPU kernels at first use; otherwise `g++`, then `c++`.",
         "XDG_CACHE_HOME": "Folder under which the built kernels and fetched models are kept (`~/.cache`).",
         "CUDA_VISIBLE_DEVICES": "GPUs that the engine may use; an empty value hides all of them.",

@@ -113,7 +113,7 @@ class AccountedRunner:
                 device=CUDA,
                 uses_triton=backend.uses_triton,
             )
-            factory = _FirstExpertFactory(weights, backend, MAX_MODEL_LEN, method)
+            factory = FirstExpertFactory(weights, backend, MAX_MODEL_LEN, method)
             model = registry.model_class(self.config.architecture)(self.config, factory)
             self.runner = ModelRunner(
                 model,
@@ -143,10 +143,11 @@ class AccountedRunner:
         scheduled = {each.request_id: len(each.token_ids) - each.num_computed_tokens for each in requests}
         return _step(requests, scheduled)
 
-    def capture(self, sizes: list[int]) -> None:
-        """Capture decode steps of these numbers of requests as CUDA graphs, whose replays count as one launch."""
+    def capture(self, sizes: list[int], mixed: list[int] | None = None) -> None:
+        """Capture decode steps of these numbers of requests, and mixed steps of these numbers of tokens, as CUDA
+        graphs, whose replays count as one launch."""
         with self._on_device(), self.trace.recording():
-            assert self.runner.capture_graphs(sizes, _CountedGraphs(self.trace))
+            assert self.runner.capture_graphs(sizes, _CountedGraphs(self.trace), mixed=mixed or [])
 
     def execute(self, step: SchedulerOutput) -> list[Operation]:
         """Launch a step and return its operations.
@@ -225,7 +226,7 @@ class _MarkedLayer:
         return getattr(self._layer, name)
 
 
-class _FirstExpertFactory(LayerFactory):
+class FirstExpertFactory(LayerFactory):
     """Loads the first expert of a layer and allocates all: filling them one by one would take most of a count."""
 
     def experts(self, spec: ExpertsSpec) -> TritonExperts:

@@ -121,7 +121,8 @@ class LingeringTransport:
     number of bytes (RFC 9112, 9.6). It has the methods of a transport that uvicorn's protocol uses.
 
     TLS ends both sides at once: it delivers what is written and then its end, discards input meanwhile, and waits for
-    the client's end. A client that has all of it and does not end its side is cut after the same time.
+    the client's end. A client that does not end its side is cut after the same time, or, unless it is sending, once it
+    has all that was written.
 
     Args:
         seconds, max_bytes: limits on the input that is discarded; of TLS on the time alone.
@@ -171,7 +172,12 @@ class LingeringTransport:
         if self._is_owed():
             self.linger()
         elif not self.is_closing():
-            self._close()
+            self._is_closing = True
+            self._transport.close()
+            if not self._transport.can_write_eof():  # TLS, whose own deadline is for clients that read slowly
+                self._timer = self._loop.call_later(self._seconds, self._cut_delivered)
+            elif self._transport.get_write_buffer_size():
+                self._timer = self._loop.call_later(self._stall_s, self._end)
 
     def abort(self) -> None:
         """Close at once, without delivering what is written."""
@@ -182,13 +188,15 @@ class LingeringTransport:
         """Close our side, and the connection a moment later."""
         if self.is_closing():
             return
-        if not self._transport.can_write_eof():  # TLS
-            self._close()
-            return
         self._is_closing = True
-        self._transport.write_eof()
-        self.resume_reading()
-        self._timer = self._loop.call_later(self._seconds, self._end)
+        end = self._end
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self.resume_reading()
+        else:  # TLS
+            self._transport.close()
+            end = self.abort
+        self._timer = self._loop.call_later(self._seconds, end)
 
     def discard(self, data: bytes) -> None:
         """Discard input received after our side was closed."""
@@ -202,14 +210,6 @@ class LingeringTransport:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _close(self) -> None:
-        self._is_closing = True
-        self._transport.close()
-        if not self._transport.can_write_eof():  # TLS, whose own deadline is for clients that read slowly
-            self._timer = self._loop.call_later(self._seconds, self._cut_delivered)
-        elif self._transport.get_write_buffer_size():
-            self._timer = self._loop.call_later(self._stall_s, self._end)
 
     def _cut_delivered(self, was_sent: bool = False) -> None:
         """Cut the connection once the client has all that was written.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,38 @@ def test_an_unknown_model_is_answered_with_the_known_ones_once(
     endpoint.reply = Reply(404, json.dumps({"error": {"message": message}}).encode())
     assert main(["chat", "huge", "hi", "--url", url]) == 1
     assert capsys.readouterr().err == f"argosy chat: {shown}"
+
+
+def test_images_come_with_the_question(endpoint: Endpoint, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.png", tmp_path / "b"
+    first.write_bytes(b"\x89PNG\r\n\x1a\n")
+    second.write_bytes(b"\xff\xd8\xff\xe0")
+    with ScriptedHttp(endpoint.answer) as http:
+        assert (
+            main(["chat", "--url", http.url, "tiny", "--image", str(first), "--image", str(second), "hi"])
+            == 0
+        )
+    (asked,) = http.asked
+    assert json.loads(asked.body)["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+                {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/4A=="}},
+                {"type": "text", "text": "hi"},
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"%PDF", "is no PNG, JPEG, WebP or GIF"), (None, "--image"), (b"", "is no PNG")]
+)
+def test_files_that_are_no_images(
+    content: bytes | None, told: str, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.png"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["chat", "--url", url, "tiny", "--image", str(file), "hi"]) == 2
+    assert told in capsys.readouterr().err

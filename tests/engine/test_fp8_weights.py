@@ -413,6 +413,7 @@ _HEAD, _ROUTERS = "lm_head", "mlp.gate"
         ("llama", ["lm_head", "model.layers.(0|2).mlp", "model.layers.*.self_attn.k_proj"]),
         ("qwen3_moe", [_HEAD, "gate", "model.visual"]),
         ("qwen3_moe", [_HEAD, _ROUTERS, "experts", "layers.3.self_attn.q_proj"]),
+        ("minimax_m2", ["gate", "e_score_correction_bias", _HEAD]),  # as it is published
     ],
 )
 def test_tokens_are_those_of_what_modules_to_not_convert_leaves(
@@ -429,17 +430,25 @@ def test_tokens_are_those_of_what_modules_to_not_convert_leaves(
     assert served(reference.eval(), tmp_path, model_impl="argosy")[:2] == ("served", "")
 
 
+_OF_MINISTRAL = ["model.vision_tower", "model.multi_modal_projector", "model.language_model.layers.1.mlp"]
+_OF_QWEN3_5 = ["model.visual", "mtp.fc"] + [
+    f"model.language_model.layers.{index}.{layer}"
+    for index in range(4)
+    for layer in ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")
+]
+
+
 @pytest.mark.timeout(300)
-def test_a_text_part_has_the_list_of_its_wrapper(tmp_path: Path) -> None:
-    """As Ministral 3 is published: inputs have scales, and these the names that transformers gives them."""
-    write_checkpoint("mistral3", tmp_path, tie_word_embeddings=False)
-    skipped = [
-        "model.vision_tower",
-        "model.multi_modal_projector",
-        _HEAD,
-        "model.language_model.layers.1.mlp",
-    ]
-    quantize_checkpoint(tmp_path, "fp8-transformers", skipped=skipped)
+@pytest.mark.parametrize(
+    ("model_type", "form", "skipped"),
+    [("mistral3", "fp8-transformers", _OF_MINISTRAL), ("qwen3_5_moe", "fp8-block", _OF_QWEN3_5)],
+)
+def test_a_text_part_has_the_list_of_its_wrapper(
+    model_type: str, form: str, skipped: list[str], tmp_path: Path
+) -> None:
+    """As these are published: the inputs of Ministral 3 have scales, with the names that transformers gives them."""
+    write_checkpoint(model_type, tmp_path, tie_word_embeddings=False)
+    quantize_checkpoint(tmp_path, form, skipped=[_HEAD, *skipped])
     reference = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "widened", attn_implementation="eager", dtype=torch.float32
     )

@@ -403,3 +403,19 @@ def test_images_of_other_apis_and_of_tools_are_seen_or_leave_a_note(served: Call
     request.tools = None
     blind = model.inputs.renderer.render_chat(request)
     assert "[image that the model does not get]" in model.inputs.renderer.tokenizer.decode(blind.token_ids)
+
+
+def test_ten_thousand_parts_are_refused_before_any_is_loaded(served: Callable[[str], Served]) -> None:
+    model = served("llava")
+    done = model.pool.num_jobs
+    parts = [image_part(picture(8, 8, seed)) for seed in range(3)] * 340
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}] * 10
+    with pytest.raises(InvalidRequest, match="the messages have 10200 images, at most 256"):
+        model.prompt(messages)
+    assert model.pool.num_jobs == done
+
+
+def test_an_image_after_one_that_fails_is_not_waited_for(served: Callable[[str], Served]) -> None:
+    broken = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(90, 60))[:500])}}
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[1\].image_url: the image is damaged"):
+        served("llava").prompt([{"role": "user", "content": [image_part(picture(9, 9)), broken, broken]}])

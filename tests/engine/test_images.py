@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -49,6 +51,8 @@ TYPES = (
 FOREIGN = ("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "ovis2")
 """Those whose decoder is transformers'."""
 COUNT = 8
+_OF_TEXT = re.compile(r"language_model|text_model|lm_head|^model\.(layers|embed_tokens|norm)\.")
+"""Names of the tensors of decoders."""
 EXACT: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 256}
 Prompt = list[list[int] | Image]
 
@@ -264,6 +268,22 @@ def test_an_encoder_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"qkv.*--language-model-only"):
         client_of(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_an_encoder_that_is_quantised_is_refused(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of the shape of one that is not, transformers' loader takes its weights for numbers without a scale."""
+    write_checkpoint(model_type, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [each for each in tensors if not _OF_TEXT.search(each) and tensors[each].ndim == 2]:
+        tensors[name] = (tensors[name] * 10).to(dtype)
+        tensors[f"{name}_scale"] = torch.tensor(0.1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"encoder of images .* is quantised, .*--language-model-only"):
+        client_of(tmp_path)
+    client_of(tmp_path, language_model_only=True).close()
 
 
 def test_pairs_turn_by_the_axes_of_transformers() -> None:

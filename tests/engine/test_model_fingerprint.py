@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 from argosy_engine.checkpoint.fingerprint import (
     COMPANIONS,
     MAX_SAMPLES,
+    OF_IMAGES,
     SAMPLE_BYTES,
+    fingerprint,
     sample_offsets,
     weights_digest,
 )
@@ -273,3 +275,13 @@ def read_bytes() -> int:
     """That this thread has asked the kernel for."""
     counters = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
     return int(counters["rchar"])
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_what_becomes_of_images_is_part_of_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = [fingerprint(tmp_path, [], has_weights=False)]
+    for content in ("{}", '{"patch_size": 14}'):
+        (tmp_path / name).write_text(content)
+        found.append(fingerprint(tmp_path, [], has_weights=False))
+    assert len(set(found)) == 3

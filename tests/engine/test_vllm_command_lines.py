@@ -470,6 +470,9 @@ def test_flags_for_images_are_vllms(tmp_path: Path) -> None:
         allowed_path=str(tmp_path),
     )  # fmt: skip
     assert found.model_type == "llava"
+    settings = [media(*flags).setting() for flags in ([], ["--mm-processor-kwargs.max_pixels", "5000"])]
+    assert not settings[0]
+    assert len({*settings, found.setting()}) == 3  # replicas with the same one continue each other's streams
     for flags in (["--language-model-only"], ["--limit-mm-per-prompt.image=0"]):
         assert media(*flags).vision is None
         assert media(*flags).why_blind == flags[0].partition(".")[0]

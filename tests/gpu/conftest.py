@@ -15,8 +15,8 @@ elif "ARGOSY_TEST_GPU" in os.environ:
     collect_ignore = [
         f"test_{name}.py"
         for name in (
-            "accounting", "compiled_launches", "compiled_lookup", "compiles", "cuda_graphs", "flash_attn",
-            "flash_attn_graphs", "interpreter_bounds", "kernel_sampler_engine", "launches_per_layer",
+            "accounting", "compiled_launches", "compiled_lookup", "compiles", "cuda_graphs", "direct_launch",
+            "flash_attn", "flash_attn_graphs", "interpreter_bounds", "kernel_sampler_engine", "launches_per_layer",
             "pipeline_graphs", "warm_up",
         )
     ]  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from argosy_engine.params import SamplingParams
+from argosy_engine.worker.device_inputs import DeviceInputs
 from gpu_accounting.__main__ import table_line
 from gpu_accounting.fake_device import CUDA
 from gpu_accounting.measurement import (
@@ -160,6 +161,53 @@ def test_a_captured_decode_step_is_a_few_launches() -> None:
         assert [each.shapes for each in operations if each.phase == "forward"] == [(size,)]
         limits = LIMITS["Qwen3-0.6B"]
         assert kinds["launch"] <= limits.rest + MAX_SAMPLING_LAUNCHES
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-30B-A3B", "Gemma-3-12B"])
+def test_a_captured_mixed_step_is_a_few_launches(model: str) -> None:
+    runner = AccountedRunner(MODELS[model], 2)
+    runner.capture([8], mixed=[192, 640])
+    for shape, size in (
+        (Shape("mixed", decodes=8, prompts=(512,)), 640),
+        (Shape("mixed", decodes=3, prompts=(20, 140)), 192),
+        (Shape("prompts", prompts=(192,)), 192),
+    ):
+        step = runner.add(shape)
+        operations = runner.execute(step)
+        runner.finish(step)
+        kinds = Counter(each.kind for each in operations)
+        assert (kinds["copy to device"], kinds["copy to host"], kinds["blocking copy"]) == (1, 1, 0)
+        assert [each.shapes for each in operations if each.phase == "forward"] == [(size,)]
+        assert kinds["launch"] <= LIMITS[model].rest + MAX_SAMPLING_LAUNCHES
+    few = runner.add(Shape("few", decodes=8, prompts=(100,)))
+    assert sum(each.phase == "layer" for each in runner.execute(few)) > 1, "its keys may be split"
+
+
+def test_every_mixed_step_of_a_captured_size_reads_the_same_addresses(runner: AccountedRunner) -> None:
+    """And launches the same, which no value of a step decides: what a captured one repeats is what it would do."""
+    inputs, seen = runner.runner._inputs, []
+    assert isinstance(inputs, DeviceInputs)
+    original = inputs.tensors
+    inputs.tensors = lambda step: original(step, num_rows=inputs.num_slots, num_tokens=640)  # type: ignore[method-assign,assignment]
+    try:
+        for shape in (
+            Shape("", decodes=8, prompts=(512,)),
+            Shape("", prompts=(300, 40)),
+            Shape("", prompts=(640,)),
+        ):
+            step = runner.add(shape)
+            launches = [
+                (each.name, each.shapes)
+                for each in runner.execute(step)
+                if each.phase in ("forward", "layer")
+                and each.name != "index_select"  # of the rows that sample
+            ]
+            assert len(launches) == 20
+            seen.append((launches, runner.forward_addresses()))
+            runner.finish(step)
+    finally:
+        inputs.tensors = original  # type: ignore[method-assign]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_waits_and_copies_are_noticed(runner: AccountedRunner) -> None:

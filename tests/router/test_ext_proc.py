@@ -24,7 +24,7 @@ from argosy_router.gateway import GatewayRequest
 from argosy_router.http.limits import AddressGroups
 
 from .fake_engine import MODEL, NORMAL_STREAM, Connection, FakeEngine, Received
-from .harness import DEADLINE_S, Rig, chat, is_settled, rig, service
+from .harness import DEADLINE_S, Rig, UnpausedClock, chat, is_settled, rig, service
 from .scripted_envoy import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED, envoy
 
 LONG = "a shared prefix " * 200
@@ -383,7 +383,7 @@ async def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
 
 
 async def test_a_body_that_never_ends_is_refused() -> None:
-    limits = ServerLimits(body_timeout_s=0.05)
+    limits = ServerLimits(body_timeout_s=2 * UnpausedClock.LONGEST_STEP_S)
     async with rig([FakeEngine()], ext_proc_port=0, server=limits) as r, envoy(r) as gateway:
         stream = gateway.open()
         await stream.send_headers()

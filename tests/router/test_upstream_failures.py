@@ -23,7 +23,7 @@ from argosy_router.proxy.answer import error_headers
 from argosy_router.proxy.relay import MAX_BUFFERED_BYTES
 
 from .fake_engine import NORMAL_STREAM, Connection, FakeEngine, Received, completion, event
-from .harness import chat, raw, read_all, rig, service
+from .harness import UnpausedClock, chat, raw, read_all, rig, service
 from .raw_requests import request_bytes
 
 
@@ -220,7 +220,8 @@ async def test_a_stalled_stream_ends_with_an_error_event() -> None:
         connection.chunk(event("hel"))
         await connection.gone()
 
-    async with rig([FakeEngine(script=stall)], upstream=UpstreamLimits(idle_timeout_s=0.1)) as r:
+    limits = UpstreamLimits(idle_timeout_s=2 * UnpausedClock.LONGEST_STEP_S)
+    async with rig([FakeEngine(script=stall)], upstream=limits) as r:
         content = (await r.chat(stream=True)).content
         assert content.startswith(event("hel") + b'data: {"error":')
 

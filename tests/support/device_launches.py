@@ -3,6 +3,9 @@
 The storage of every tensor of a launch is copied to the device before it and back after it, whole, so that views keep
 their strides and tensors that share memory go on sharing it. FP8 products are torch's and run there, too: those of a
 CPU know one scale only.
+
+A kernel is started twice, on copies of their own: the first start is Triton's, which compiles it, and the results are
+those of the second one, which goes past Triton's launcher where `direct_launch` has found that it can.
 """
 
 from __future__ import annotations
@@ -12,21 +15,24 @@ from typing import Any
 import torch
 
 from argosy_engine.triton_kernels import launch as launching
+from argosy_engine.triton_kernels.direct_launch import use_direct_launches
 
 _FP8_PRODUCT = "_scaled_mm"
 
 
 def launch_on_gpu() -> None:
     """Replace what starts a kernel, and torch's FP8 product, for this process."""
+    use_direct_launches(torch.device("cuda", torch.cuda.current_device()))
     start, product = launching.start_kernel, getattr(torch, _FP8_PRODUCT)
 
     def start_on_gpu(
         kernel: Any, grid: Any, num_warps: int, num_stages: int, arguments: dict[str, Any]
     ) -> None:
-        copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        on_device = {name: _moved(value, copies) for name, value in arguments.items()}
-        start(kernel, grid, num_warps, num_stages, on_device)
-        torch.cuda.synchronize()
+        for _ in range(2):
+            copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+            on_device = {name: _moved(value, copies) for name, value in arguments.items()}
+            start(kernel, grid, num_warps, num_stages, on_device)
+            torch.cuda.synchronize()
         for storage, copy in copies.values():
             _bytes(storage).copy_(copy)
 

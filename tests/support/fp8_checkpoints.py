@@ -4,6 +4,7 @@ gpt-oss with experts in MXFP4."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from transformers_checkpoints import write_checkpoint
 FP8 = torch.float8_e4m3fn
 BLOCK = (24, 40)
 """Rows and columns with one scale; it divides no layer, nor the part of one that a rank has."""
+
+
+_WRAPPED = re.compile(r"^(language_model|vision_tower|multi_modal_projector)\.")
+"""Modules of wrappers that transformers' models have in `model`, and its checkpoints have not."""
 
 
 def _group(strategy: str, activations: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +97,8 @@ def quantize_checkpoint(
             is_linear or name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))
         ) and tensor.ndim == 2
         if skipped is not None:
-            module = name.removesuffix(".weight").replace("language_model.model.", "model.language_model.")
+            module = name.removesuffix(".weight").replace("language_model.model.", "language_model.")
+            module = _WRAPPED.sub(r"model.\1", module)
             module = module[: module.find(".experts.") + 8] if ".experts." in module else module
             is_linear |= name.endswith((".gate.weight", "lm_head.weight"))
             is_linear &= should_convert_module(module, skipped)

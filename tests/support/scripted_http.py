@@ -26,6 +26,7 @@ class Asked:
     headers: Mapping[str, str]
     client: int = 0
     """Port of the connection's other end."""
+    body: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -130,17 +131,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", "0")))
-        self._respond()
+        self._respond(self.rfile.read(int(self.headers.get("content-length", "0"))))
 
     do_PUT = do_POST
 
     def log_message(self, *arguments: Any) -> None: ...
 
-    def _respond(self) -> None:
+    def _respond(self, body: bytes = b"") -> None:
         path, _, query = self.path.partition("?")
         headers = {name.lower(): value for name, value in self.headers.items()}
-        reply = self.server.script.reply(Asked(self.command, path, query, headers, self.client_address[1]))
+        reply = self.server.script.reply(
+            Asked(self.command, path, query, headers, self.client_address[1], body)
+        )
         self.send_response(reply.status)
         names = {name.lower() for name in reply.headers}
         for name, value in reply.headers.items():

@@ -7,11 +7,13 @@ ends silently.
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -122,19 +124,29 @@ API_KEY_ENVS: Final = ("ARGOSY_ROUTER_API_KEY", "OPENAI_API_KEY")
 _DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
-Message = dict[str, str]
+Message = dict[str, Any]
+_MAX_IMAGE_BYTES: Final = 32 << 20
+"""What an engine takes."""
+_IMAGES: Final = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"RIFF", "webp"), (b"GIF8", "gif"))
+"""First bytes of the formats that engines read, and their names."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="argosy chat",
         description="Talk to a model through the router: one answer to PROMPT, or a conversation without it.",
-        epilog="In a conversation: /clear forgets it, Ctrl-D or /exit ends it. API key: --api-key, else "
-        + ", else ".join(API_KEY_ENVS)
-        + ".",
+        epilog="In a conversation images come with the first question; /clear forgets it, Ctrl-D or /exit ends it. "
+        "API key: --api-key, else " + ", else ".join(API_KEY_ENVS) + ".",
     )
     parser.add_argument("model", help="a name the router lists under /v1/models")
     parser.add_argument("prompt", nargs="?", help="the question; - reads standard input")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="PNG, JPEG, WebP or GIF that the question is about; several: give it several times",
+    )
     parser.add_argument("--url", help=f"the endpoint (the running fleet's, else {_DEFAULT_URL})")
     parser.add_argument("--api-key", default="", help="bearer key of the endpoint")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -154,21 +166,49 @@ def main(argv: Sequence[str]) -> int:
         name: value for name in names if (value := getattr(options, name)) is not None
     }
     history: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    images = [_image(Path(file)) for file in options.image]
     prompt = options.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = sys.stdin.read().strip()
     with ChatClient(options.url or _fleet_url(options.state_dir), key, options.timeout) as endpoint:
         try:
             if prompt is not None:
-                _answer(endpoint, request, [*history, {"role": "user", "content": prompt}])
+                _answer(endpoint, request, [*history, _question(prompt, images)])
             else:
-                _converse(endpoint, request, history)
+                _converse(endpoint, request, history, images)
         except CommandError as error:
             raise _with_models(error, endpoint, options.model) from error
     return OK
 
 
-def _converse(endpoint: ChatClient, request: dict[str, Any], history: list[Message]) -> None:
+def _image(file: Path) -> dict[str, Any]:
+    """Return a file as a part of a message.
+
+    Raises:
+        UsageError: it cannot be read, or is no image that engines read.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"--image {file}: {reason(error)}") from None
+    kind = next((kind for start, kind in _IMAGES if data.startswith(start)), None)
+    if kind is None:
+        raise UsageError(f"--image {file} is no PNG, JPEG, WebP or GIF")
+    if len(data) > _MAX_IMAGE_BYTES:
+        raise UsageError(f"--image {file} has more than {_MAX_IMAGE_BYTES >> 20} MiB; give a smaller one")
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _question(text: str, images: list[dict[str, Any]]) -> Message:
+    content = [*images, {"type": "text", "text": text}] if images else text
+    return {"role": "user", "content": content}
+
+
+def _converse(
+    endpoint: ChatClient, request: dict[str, Any], history: list[Message], images: list[dict[str, Any]]
+) -> None:
     import readline  # noqa: F401 - gives input() its line editing
 
     kept = len(history)
@@ -183,7 +223,8 @@ def _converse(endpoint: ChatClient, request: dict[str, Any], history: list[Messa
         if line == "/clear":
             del history[kept:]
         elif line:
-            history.append({"role": "user", "content": line})
+            is_first = len(history) == kept
+            history.append(_question(line, images if is_first else []))
             try:
                 history.append({"role": "assistant", "content": _answer(endpoint, request, history)})
             except KeyboardInterrupt:  # ends this answer, not the conversation

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from msgspec import Struct
 from argosy_engine.api.engine_flag_parser import EngineFlagParser
 from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.attention.selector import AttentionNeeds, BackendChoice, select_backend
+from argosy_engine.checkpoint.fingerprint import OF_IMAGES
 from argosy_engine.checkpoint.gguf_folder import stored_types
 from argosy_engine.checkpoint.model_folder import check_folder
 from argosy_engine.checkpoint.shards import checkpoint_elements, read_shards
@@ -34,7 +36,7 @@ from argosy_engine.checkpoint.stored_tensors import (
 )
 from argosy_engine.checkpoint.tokenizer_files import TokenizerSource, find_tokenizer
 from argosy_engine.config import EngineArgs
-from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed
+from argosy_engine.errors import ConfigError, DoesNotFit, FetchFailed, installation
 from argosy_engine.frontend.chat_template import ChatTemplate
 from argosy_engine.frontend.model_source import budget_table, is_remote, model_headers, size
 from argosy_engine.model_configs.model_config import (
@@ -116,6 +118,8 @@ class Diagnosis(Struct, kw_only=True):
     and why, and their size in the files."""
     kernels: str | None = None
     """Which CPU kernels compute, and by what they were chosen, if any do."""
+    images: str | None = None
+    """What becomes of images, if the model sees any."""
     text_part_of: str | None = None
     """Architecture of the model for images whose text part is served."""
 
@@ -181,6 +185,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
             tokenizer_mode=args.tokenizer_mode,
         )
         source = find_tokenizer(tokenizer or path, args.tokenizer_mode) if has_tokenizer else None
+        images = _images(args, path, config, source)
         parsers = _parsers(args, path, source) if config.pooling is None and not is_remote(args) else None
         elements = checkpoint_elements(path) if has_weights else dummy_elements(config)
         types = stored_types(path) if has_weights else {}
@@ -255,6 +260,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
         text_part_of=config.wrapper,
         tokenizer=None if source is None else str(source),
         parsers=parsers,
+        images=images,
         data_parallel_size=args.data_parallel_size,
         weights=weights,
         kernels=describe_choice() if has_kernels(dtype, device.device) else None,
@@ -358,6 +364,25 @@ def _parsers(args: EngineArgs, path: Path, source: TokenizerSource | None) -> st
     return chosen.described(has_thinking=reasons)
 
 
+def _images(args: EngineArgs, path: Path, config: ModelConfig, source: TokenizerSource | None) -> str | None:
+    """Say what becomes of images in requests; None if the model sees none."""
+    media = args.media_config(config.vision)
+    if config.vision is None:
+        return None
+    if media.why_blind:
+        return f"refused, by {media.why_blind}"
+    missing = [name for name in ("PIL", "transformers") if find_spec(name) is None]
+    if missing:
+        return f"refused: {' and '.join(missing)} cannot be imported; {installation('transformers')}"
+    if not is_remote(args) and not any((path / name).is_file() for name in OF_IMAGES):
+        return f"refused: the model's folder has neither {' nor '.join(OF_IMAGES)}"
+    if source is not None and source.kind == "mistral":
+        return (
+            "refused: mistral-common writes the chats; with a tokenizer.json, --tokenizer-mode hf serves them"
+        )
+    return f"processed by transformers as {OF_IMAGES[0]} says, up to {media.max_images} in a prompt"
+
+
 def _find_device(args: EngineArgs) -> DeviceMemory:
     check_gpus(args)
     gpu = gpu_memory() if args.device != "cpu" else None
@@ -387,6 +412,8 @@ def _render(diagnosis: Diagnosis) -> str:
         lines.append(f"tokenizer {diagnosis.tokenizer}")
     if diagnosis.parsers is not None:
         lines.append(f"parsers {diagnosis.parsers}")
+    if diagnosis.images is not None:
+        lines.append(f"images {diagnosis.images}")
     if diagnosis.weights is not None:
         lines.append(diagnosis.weights)
     if diagnosis.budget is not None:

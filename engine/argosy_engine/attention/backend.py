@@ -64,10 +64,15 @@ class AttentionMetadata:
     otherwise."""
     shared: dict[Any, Any] = field(default_factory=dict)
     """What a backend has derived from this metadata, for the layers after the first."""
+    query_len_bound: int | None = None
+    """Bounds the new tokens of a request in every step that a captured graph is replayed for. None: it is no graph of
+    prompts, and the step itself tells."""
 
     @property
     def max_query_len(self) -> int:
-        """The most new tokens of a request, found once for all layers."""
+        """The most new tokens of a request, or a bound on them; found once for all layers."""
+        if self.query_len_bound is not None:
+            return self.query_len_bound
         found: int | None = self.shared.get("max_query_len")
         if found is None:
             has_prompts = self.num_decodes < len(self.seq_lens_cpu)

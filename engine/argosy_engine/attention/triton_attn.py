@@ -51,15 +51,8 @@ class TritonAttention:
     def __init__(self, params: AttentionParams, weights: AttentionWeights) -> None:
         self._params = params
         self._weights = weights
-
-    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
-        params, weights = self._params, self._weights
-        queries = prepare(qkv, kv_cache, meta, params, weights)
-        options: dict[str, Any] = {
-            "query_start_loc": meta.query_start_loc,
-            "seq_lens": meta.seq_lens,
-            "block_table": meta.block_table,
-            "max_query_len": meta.max_query_len,
+        self._kv_cache: torch.Tensor | None = None
+        self._options: dict[str, Any] = {
             "scale": params.scale,
             "sliding_window": params.sliding_window,
             "chunk_size": params.chunk_size,
@@ -69,8 +62,23 @@ class TritonAttention:
             "sinks": weights.sinks,
             "alibi_slopes": weights.alibi_slopes,
         }
+        """What `paged_attention` is told in every step, keys and values of the cache included."""
+
+    def __call__(self, qkv: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> Activations:
+        params, weights = self._params, self._weights
+        queries = prepare(qkv, kv_cache, meta, params, weights)
+        if kv_cache is not self._kv_cache:
+            self._kv_cache, self._options["halves"] = kv_cache, kv_cache.unbind(0)
+        options = {
+            "query_start_loc": meta.query_start_loc,
+            "seq_lens": meta.seq_lens,
+            "block_table": meta.block_table,
+            "max_query_len": meta.max_query_len,
+            **self._options,
+        }
         if weights.output_quantization is None:
-            return paged_attention(queries, kv_cache, **options).view(len(qkv), -1)
+            attended = paged_attention(queries, kv_cache, **options)
+            return attended.view(qkv.shape[0], params.num_heads * params.head_dim)
         out_scale = weights.output_quantization.scale
         attended, scales = paged_attention_fp8(queries, kv_cache, out_scale=out_scale, **options)
         attended = attended.view(len(qkv), -1)
@@ -99,7 +107,8 @@ def prepare(
         k_scale=weights.k_scale,
         v_scale=weights.v_scale,
     )
-    return qkv[:, : params.num_heads * params.head_dim].view(-1, params.num_heads, params.head_dim)
+    size = params.num_heads * params.head_dim
+    return qkv[:, :size].view(qkv.shape[0], params.num_heads, params.head_dim)
 
 
 class TritonLatentAttention:

@@ -38,6 +38,8 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files next to the weights that determine prompts, text and default parameters; hashed in full."""
+OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+"""Files that determine what becomes of images, of models that see; hashed likewise."""
 
 
 def fingerprint(path: Path, settings: Sequence[str], *, has_weights: bool) -> str:
@@ -56,6 +58,9 @@ def fingerprint(path: Path, settings: Sequence[str], *, has_weights: bool) -> st
     for name in COMPANIONS:
         file = path / name
         _add(digest, file.read_bytes() if file.is_file() else b"")
+    for file in (path / name for name in OF_IMAGES):
+        if file.is_file():
+            _add(digest, file.read_bytes())
     if has_weights:
         _add(digest, weights_digest(path))
     return digest.hexdigest()[:32]

@@ -30,6 +30,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         tool_parser_plugin=args.tool_parser_plugin,
     )
     tokenizer = _tokenizer(args, Path(info.model_path))
+    media = args.media_config(info.config.vision)
     has_own = (Path(info.model_path) / "tokenizer.json").is_file()
     pooling = info.config.pooling
     if tokenizer != TokenizerConfig() and not has_own and pooling is not None and pooling.label_token_ids:
@@ -40,7 +41,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
     return ResolvedConfig(
         model_path=info.model_path,
         model_name=args.canonical_name,
-        model_fingerprint=_fingerprint(info.model_fingerprint, parsers, tokenizer),
+        model_fingerprint=_fingerprint(info.model_fingerprint, parsers, tokenizer, media.setting()),
         architecture=info.config.architecture,
         device=info.device,
         dtype=info.dtype,
@@ -69,7 +70,7 @@ def resolve_config(args: EngineArgs, info: WorkerInfo) -> ResolvedConfig:
         parsers=parsers,
         tokenizer=tokenizer,
         request_defaults=args.request_defaults,
-        media=args.media_config(info.config.vision),
+        media=media,
         pooling=info.config.pooling,
         kv_cache_metrics=args.kv_cache_metrics,
     )
@@ -92,19 +93,21 @@ def _tokenizer(args: EngineArgs, model: Path) -> TokenizerConfig:
     )
 
 
-def _fingerprint(workers: str, parsers: ParserConfig, tokenizer: TokenizerConfig) -> str:
-    """Return the workers' fingerprint (`checkpoint.fingerprint`) together with how prompts are tokenised and output
-    is parsed, which only processes with clients know. Without flags and conversions for that it is the workers'.
+def _fingerprint(workers: str, parsers: ParserConfig, tokenizer: TokenizerConfig, media: str) -> str:
+    """Return the workers' fingerprint (`checkpoint.fingerprint`) together with how prompts are tokenised, images
+    processed and output is parsed, which only processes with clients know. Without flags and conversions for that it is
+    the workers'.
 
     Raises:
         ConfigError: the plugin, or the tokenizer, cannot be read.
     """
-    if parsers == ParserConfig() and tokenizer == TokenizerConfig():
+    if parsers == ParserConfig() and tokenizer == TokenizerConfig() and not media:
         return workers
     named = msgspec.structs.replace(parsers, tool_parser_plugin=None)
     digest = hashlib.sha256(workers.encode() + msgspec.json.encode(named, order="deterministic"))
     if tokenizer != TokenizerConfig():
         digest.update(_digest_of(tokenizer))
+    digest.update(media.encode())
     if (plugin := parsers.tool_parser_plugin) is not None:
         try:
             digest.update(Path(plugin).read_bytes())

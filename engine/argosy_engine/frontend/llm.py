@@ -15,10 +15,12 @@ its own.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -36,6 +38,7 @@ from argosy_engine.frontend.beam_search import (
     max_output_tokens,
 )
 from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.frontend.media.processor import ChatImages, has_images
 from argosy_engine.frontend.model_source import budget_table, local_model
 from argosy_engine.frontend.observer import Choices
 from argosy_engine.frontend.output_processor import (
@@ -223,6 +226,7 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and end the core. Further calls have no effect; any other method raises EngineClosed."""
         client, self.client = self.client, ClosedClient(self.config)
+        self.input_processor.close()
         client.close()
 
     def __enter__(self) -> Self:
@@ -462,6 +466,7 @@ class LLM:
         """Answer one conversation or a list of them.
 
         Args:
+            messages: with parts of the type `image_url`, if the model sees images.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
             continue_final_message: end the prompt with the last message's content, which the model continues, instead.
                 The output has the continuation only. Needs `add_generation_prompt=False`.
@@ -496,8 +501,17 @@ class LLM:
                 request = msgspec.convert({"messages": conversation, **fields}, ChatCompletionRequest)
             except msgspec.ValidationError as error:
                 raise InvalidRequest(str(error), param="messages") from None
-            prompts.append(self.renderer.render_chat(request))
+            prompts.append(self.renderer.render_chat(request, self._images_of(request)))
         return self._run(prompts, sampling_params, use_tqdm, priority)
+
+    def _images_of(self, request: ChatCompletionRequest) -> ChatImages | None:
+        """Load the images of a chat; None if it has none, or the model gets none."""
+        media = self.input_processor.media
+        if media is None or not has_images(request):
+            return None
+        loading = media.load(request, is_seen=self.renderer.image_roles(request))
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have a running event loop
+            return thread.submit(asyncio.run, loading).result()
 
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
@@ -696,7 +710,7 @@ def _check_unsupported(
     for name, value, reason in (
         ("lora_request", lora_request, "adapters are not served yet; load the merged model"),
         ("tokenization_kwargs", tokenization_kwargs, "tokenise the prompt, and give its token ids"),
-        ("mm_processor_kwargs", mm_processor_kwargs, "models read text only"),
+        ("mm_processor_kwargs", mm_processor_kwargs, "give it to LLM(...), for all images"),
     ):
         if value:
             raise InvalidRequest(f"{name} is not supported: {reason}", param=name)

@@ -230,7 +230,9 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         experts = layer.find(_EXPERTS)
         module = layer if experts < 0 else layer[: experts + len(_EXPERTS) - 1]
         if (found := self._skipped.get(module)) is None:
-            found = module.endswith(self._ends) or any(pattern.match(module) for pattern in self._skips)
+            found = any(module[len(module) - size :] in self._names for size in self._sizes) or any(
+                pattern.match(module) for pattern in self._skips
+            )
             self._skipped[module] = found
         return found
 
@@ -273,8 +275,9 @@ class QuantizationConfig(Struct, frozen=True, kw_only=True, dict=True):
         ]
 
     @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        return tuple(self._names)
+    def _sizes(self) -> frozenset[int]:
+        """Lengths of `_names`, by which ends of other names are looked up."""
+        return frozenset(map(len, self._names))
 
     @cached_property
     def _skips(self) -> list[re.Pattern[str]]:

@@ -138,6 +138,11 @@ def text_name(name: str) -> str | None:
     return name
 
 
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor of a wrapper is one of its parts for images, video or sound."""
+    return _OTHER_PARTS.match(name) is not None
+
+
 def text_tensors(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
     """Return the tensors of a wrapper's text part, by their names without the wrapper.
 

@@ -17,12 +17,16 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from argosy_engine.checkpoint.shards import read_shards
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.transformers_config import read_hf_config
 from argosy_engine.model_configs.vision_config import VisionSpec
+from argosy_engine.model_configs.wrapper_config import is_of_other_part
 from argosy_engine.models.transformers_classes import text_modules, wrapper_class
 
-_REMEDY = "download it again, or serve it for texts alone with --language-model-only"
+_TEXTS_ALONE = "serve it for texts alone with --language-model-only"
+_REMEDY = f"download it again, or {_TEXTS_ALONE}"
+_FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 class ImageEncoder:
@@ -99,7 +103,7 @@ def load_image_encoder(
         seed: of random weights, which no checkpoint is read for; None: the checkpoint's.
 
     Raises:
-        ConfigError: the checkpoint lacks some of its tensors, or transformers cannot load it.
+        ConfigError: the checkpoint lacks some of its tensors, has them quantised, or transformers cannot load it.
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -117,6 +121,7 @@ def load_image_encoder(
             torch.manual_seed(seed)
             model = built._from_config(config, dtype=dtype)
     else:
+        _check_unquantised(path)
         try:
             model, info = built.from_pretrained(
                 str(path),
@@ -136,6 +141,20 @@ def load_image_encoder(
             return None
         _check(path, info)
     return ImageEncoder(model.eval().requires_grad_(False).to(device), spec, hidden_size, device)
+
+
+def _check_unquantised(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: a weight is quantised, and may be of the shape of one that is not.
+    """
+    for shard in read_shards(path):
+        for name, tensor in shard.tensors.items():
+            if is_of_other_part(name) and name.endswith(".weight") and tensor.dtype not in _FLOATS:
+                raise ConfigError(
+                    f"the encoder of images of {path} is quantised, which is not supported: {name} is {tensor.dtype}; "
+                    f"take a checkpoint with an unquantised one, or {_TEXTS_ALONE}"
+                )
 
 
 def _check(path: Path, info: Mapping[str, Any]) -> None:

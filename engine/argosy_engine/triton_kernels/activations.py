@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -194,10 +194,10 @@ def _launch(
     rows, inner = gate_up.shape[0], _inner(gate_up, activation)
     if out is None:
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(_BLOCK, triton.next_power_of_2(inner))
+    block = min(_BLOCK, next_power_of_2(inner))
     launch(
         _activation_and_mul,
-        (rows, triton.cdiv(inner, block)),
+        (rows, cdiv(inner, block)),
         num_warps=max(block // 256, 1),
         num_stages=1,
         gate_up_ptr=gate_up,
@@ -222,7 +222,7 @@ def _launch_fp8(
     if scale is not None:
         return _launch(gate_up, out, activation, scale, row_scales), row_scales
     fits = inner <= ROW_BLOCK
-    block = triton.next_power_of_2(inner) if fits else PART_BLOCK
+    block = next_power_of_2(inner) if fits else PART_BLOCK
     launch(
         _activation_and_mul_fp8,
         (rows,),
@@ -282,7 +282,7 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Ten
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     row_scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = min(triton.next_power_of_2(width), _QUANTIZE_BLOCK)
+    block = min(next_power_of_2(width), _QUANTIZE_BLOCK)
     launch(
         _quantize_fp8,
         (rows,),

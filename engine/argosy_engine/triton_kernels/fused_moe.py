@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import gelu_tanh, silu, squared_relu, swigluoai
-from argosy_engine.triton_kernels.launch import DeviceTraits, device_traits, launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, cdiv, device_traits, launch, next_power_of_2
 
 _TILE_ELEMENTS = 2048
 """Elements of the (rows, experts) tiles that a program holds in registers: 8 per thread of 8 warps."""
@@ -269,16 +269,16 @@ def route(
     """
     tokens, num_experts = logits.shape
     held = range(num_experts) if held is None else held
-    held_block = triton.next_power_of_2(len(held))
+    held_block = next_power_of_2(len(held))
     k, device = experts_per_token, logits.device
-    expert_block = triton.next_power_of_2(num_experts)
-    rows = max(_TILE_ELEMENTS // max(expert_block, triton.next_power_of_2(k)), 1)
+    expert_block = next_power_of_2(num_experts)
+    rows = max(_TILE_ELEMENTS // max(expert_block, next_power_of_2(k)), 1)
     keeps_scores = is_sigmoid or correction is not None or groups_per_token < num_groups
     if keeps_scores:  # registers hold them beside what is left to choose from
         rows = max(rows // 2, 1)
-    most = max(_MAX_CHUNK_PAIRS // triton.next_power_of_2(k), 1)
-    chunk = min(triton.next_power_of_2(max(triton.cdiv(tokens, 32), 1)), most)
-    num_chunks = triton.cdiv(tokens, chunk)
+    most = max(_MAX_CHUNK_PAIRS // next_power_of_2(k), 1)
+    chunk = min(next_power_of_2(max(cdiv(tokens, 32), 1)), most)
+    num_chunks = cdiv(tokens, chunk)
     pairs = tokens * k
     max_tiles = min(pairs // tile_rows + min(len(held), pairs), pairs)
 
@@ -321,10 +321,10 @@ def route(
         NUM_GROUPS=num_groups,
         GROUPS_TAKEN=groups_per_token,
         ADDS_TWO=adds_two,
-        GROUP_BLOCK=triton.next_power_of_2(num_groups),
+        GROUP_BLOCK=next_power_of_2(num_groups),
         CHUNK=chunk,
         ROWS=min(rows, chunk),
-        K_BLOCK=triton.next_power_of_2(k),
+        K_BLOCK=next_power_of_2(k),
         EXPERT_BLOCK=expert_block,
     )
     launch(
@@ -664,7 +664,7 @@ def fused_moe(
         products=products_at_once,
         has_blocks=has_blocks,
     )
-    columns = triton.cdiv(inner, tiling.block_n)
+    columns = cdiv(inner, tiling.block_n)
     launch(
         _gate_up_experts,
         (_programs(routing, columns),),
@@ -691,7 +691,7 @@ def fused_moe(
     tiling = _Tiling.choose(
         traits, x.dtype, w2.dtype, tile_rows, depth=inner, products=1, has_blocks=has_blocks
     )
-    columns = triton.cdiv(hidden, tiling.block_n)
+    columns = cdiv(hidden, tiling.block_n)
     launch(
         _down_experts,
         (_programs(routing, columns),),
@@ -712,10 +712,10 @@ def fused_moe(
         columns=columns,
         **tiling.constants(inner),
     )
-    block = min(triton.next_power_of_2(hidden), 1024)
+    block = min(next_power_of_2(hidden), 1024)
     launch(
         _sum_experts,
-        (tokens, triton.cdiv(hidden, block)),
+        (tokens, cdiv(hidden, block)),
         num_warps=max(block // 256, 1),
         num_stages=1,
         x_ptr=products,
@@ -733,7 +733,7 @@ def _tile_rows(rows_per_expert: float, dtype: torch.dtype) -> int:
     """Choose the rows of a tile: about what an expert gets, because rows past its tokens are computed in vain."""
     # float32 does without tensor cores, where a large tile takes more registers than there are.
     most = 32 if dtype is torch.float32 else 128
-    return int(min(max(triton.next_power_of_2(int(rows_per_expert)), 16), most))
+    return int(min(max(next_power_of_2(int(rows_per_expert)), 16), most))
 
 
 @dataclass(frozen=True, slots=True)

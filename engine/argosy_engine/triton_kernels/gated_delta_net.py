@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch, next_power_of_2
 from argosy_engine.triton_kernels.short_conv import block_after, keep_inputs, tokens_of
 
 _COLUMNS = 8
@@ -446,24 +446,24 @@ def gated_delta_net(
         q_scale=shape.key_dim**-0.5,
         norm_eps=norm_eps,
         KERNEL_SIZE=shape.kernel_size,
-        HEAD_BLOCK=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        HEAD_BLOCK=next_power_of_2(max(shape.key_dim, shape.value_dim)),
         **sizes,
         **step,
     )
     keep_inputs(qkvz, conv_states, num_requests, step)
     rule = {"qkv_ptr": qkv, "states_ptr": states, "read_ptr": read, "channels": channels, **sizes, **step}
-    columns = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
+    columns = min(_COLUMNS, next_power_of_2(shape.value_dim))
     launch(
         _delta_rule,
         (
             (num_requests if chunks is None else num_decodes) * shape.num_value_heads,
-            triton.cdiv(shape.value_dim, columns),
+            cdiv(shape.value_dim, columns),
         ),
         num_warps=1,
         num_stages=1,
         decay_ptr=decay,
         rate_ptr=rate,
-        KEY_BLOCK=triton.next_power_of_2(shape.key_dim),
+        KEY_BLOCK=next_power_of_2(shape.key_dim),
         COLUMNS=columns,
         **rule,
     )
@@ -485,7 +485,7 @@ def gated_delta_net(
         eps=eps,
         VALUE_HEADS=shape.num_value_heads,
         VALUE_DIM=shape.value_dim,
-        HEAD_BLOCK=triton.next_power_of_2(shape.value_dim),
+        HEAD_BLOCK=next_power_of_2(shape.value_dim),
     )
     return out
 
@@ -515,7 +515,7 @@ def _compute_chunks(
         "scores_ptr": empty(CHUNK_SIZE),
         "totals_ptr": empty(2),
         "CHUNK": CHUNK_SIZE,
-        "KEY_BLOCK": max(triton.next_power_of_2(shape.key_dim), _MIN_DOT),
+        "KEY_BLOCK": max(next_power_of_2(shape.key_dim), _MIN_DOT),
     }
     only_scan = (
         "states_ptr",
@@ -534,18 +534,18 @@ def _compute_chunks(
         decay_ptr=decay,
         rate_ptr=rate,
         chunks_ptr=chunks,
-        VALUE_BLOCK=max(triton.next_power_of_2(shape.value_dim), _MIN_DOT),
+        VALUE_BLOCK=max(next_power_of_2(shape.value_dim), _MIN_DOT),
         **parts,
         **{name: value for name, value in rule.items() if name not in only_scan},
     )
-    columns = min(max(triton.next_power_of_2(shape.value_dim), _MIN_DOT), _SCAN_COLUMNS)
+    columns = min(max(next_power_of_2(shape.value_dim), _MIN_DOT), _SCAN_COLUMNS)
     launch(
         _scan_chunks,
-        (num_prompts * heads, triton.cdiv(shape.value_dim, columns)),
+        (num_prompts * heads, cdiv(shape.value_dim, columns)),
         num_warps=4,
         num_stages=1,
         first_request=num_decodes,
-        PARTS=max(triton.next_power_of_2(shape.key_dim) // _PART, 1),
+        PARTS=max(next_power_of_2(shape.key_dim) // _PART, 1),
         COLUMNS=columns,
         **parts,
         **rule,

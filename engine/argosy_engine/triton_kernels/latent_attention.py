@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import DeviceTraits, device_traits, launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, cdiv, device_traits, launch, next_power_of_2
 from argosy_engine.triton_kernels.paged_attention import AttentionTiles, find_request
 from argosy_engine.triton_kernels.split_kv import MAX_SEGMENTS, choose_num_segments, merge_segments
 
@@ -77,12 +77,12 @@ def latent_attention(
     tiles = _choose_tiles(traits, q_latent.dtype, rank, max_query_len * num_heads)
     group = min(num_heads, tiles.block_m)
     block_q = tiles.block_m // group
-    num_head_tiles = triton.cdiv(num_heads, group)
+    num_head_tiles = cdiv(num_heads, group)
     is_packed = max_query_len > block_q
     num_query_tiles = num_tokens // block_q + num_requests if is_packed else num_requests
     num_programs = num_query_tiles * num_head_tiles
     if num_segments is None:
-        max_tiles = triton.cdiv(max_blocks * kv_cache.shape[1], tiles.tile)
+        max_tiles = cdiv(max_blocks * kv_cache.shape[1], tiles.tile)
         num_segments = 1 if is_packed else choose_num_segments(traits, num_programs, max_tiles)
     lse = None
     target = out.unsqueeze(2)
@@ -117,9 +117,9 @@ def latent_attention(
         cache_stride_slot=kv_cache.stride(1),
         block_table_stride=block_table.stride(0),
         RANK=rank,
-        RANK_PADDED=max(triton.next_power_of_2(rank), 16),
+        RANK_PADDED=max(next_power_of_2(rank), 16),
         ROPE=rope,
-        ROPE_PADDED=max(triton.next_power_of_2(rope), 16),
+        ROPE_PADDED=max(next_power_of_2(rope), 16),
         GROUP=group,
         BLOCK_SIZE=kv_cache.shape[1],
         BLOCK_M=tiles.block_m,
@@ -142,7 +142,7 @@ def _choose_tiles(traits: DeviceTraits, dtype: torch.dtype, rank: int, num_rows:
     """
     if dtype is torch.float32:
         return AttentionTiles(_MIN_ROWS, 16, 8, 1)
-    rows = min(max(triton.next_power_of_2(num_rows), _MIN_ROWS), 64 if rank <= 256 else 32)
+    rows = min(max(next_power_of_2(num_rows), _MIN_ROWS), 64 if rank <= 256 else 32)
     tile = 32 if traits.shared_memory >= _AMPLE_SHARED_MEMORY else 16
     return AttentionTiles(rows, tile, 8 if rows > _MIN_ROWS else 4, 2)
 
@@ -406,8 +406,8 @@ def latent_rope_and_cache(
     rank = kv_cache.shape[2] - rope
     tokens, traits = len(slot_mapping), device_traits(q.device)
     for elements in (_MANY_ELEMENTS, _FEW_ELEMENTS):
-        heads = min(triton.next_power_of_2(num_heads), max(elements // triton.next_power_of_2(rope), 1))
-        programs = triton.cdiv(num_heads, heads)
+        heads = min(next_power_of_2(num_heads), max(elements // next_power_of_2(rope), 1))
+        programs = cdiv(num_heads, heads)
         if tokens * (programs + 1) >= 4 * traits.num_sms:
             break
     launch(
@@ -432,9 +432,9 @@ def latent_rope_and_cache(
         num_heads=num_heads,
         BLOCK_SIZE=kv_cache.shape[1],
         RANK=rank,
-        RANK_BLOCK=triton.next_power_of_2(rank),
+        RANK_BLOCK=next_power_of_2(rank),
         NOPE=head_dim - rope,
         ROPE=rope,
-        HALF_BLOCK=triton.next_power_of_2(max(rope // 2, 1)),
+        HALF_BLOCK=next_power_of_2(max(rope // 2, 1)),
         HEADS=heads,
     )

@@ -6,19 +6,32 @@ ahead of time, and what the tests count, is what a device would run. Fake CUDA t
 of real ones there.
 
 Triton takes longer to find the compiled kernel of a launch than many kernels take to run. So it is asked once for each
-set of facts about the arguments that it compiles for, and later launches find the compiled kernel here.
+set of facts about the arguments that it compiles for, and later launches find the compiled kernel here. Where
+`direct_launch` has found that it can, it starts them by the driver, without Triton's launcher.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up. (Triton's `cdiv`, which kernels can call as well, takes the host much longer.)"""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n, which is 1 or more."""
+    return 1 << (n - 1).bit_length()
+
 
 Grid = tuple[int, ...]
 Variant = tuple[Hashable, ...]
@@ -69,6 +82,9 @@ def _specialization(name: str, value: Any, is_general: bool) -> Hashable:
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _variants: ContextVar[set[Variant] | None] = ContextVar("variants", default=None)
+_num_observers = 0
+"""Of all threads: unless there are any, launches need not look at these two."""
+_observer_lock = threading.Lock()
 
 
 def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, **arguments: Any) -> None:
@@ -78,6 +94,10 @@ def launch(kernel: Any, grid: Grid, *, num_warps: int = 4, num_stages: int = 3, 
         grid: programs along each axis; nothing is launched if one of them is 0.
         arguments: the kernel's parameters by name.
     """
+    if not _num_observers:  # nearly always: this is in the way of every launch
+        if all(grid):
+            start_kernel(kernel, grid, num_warps, num_stages, arguments)
+        return
     if not all(grid):
         return
     launches = _recorded.get()
@@ -94,33 +114,92 @@ _compiled: dict[Hashable, Any] = {}
 """Compiled kernels, by what decides their code, or more than that."""
 MAX_COMPILED = 8192
 """Where integers take ever new values, the dictionary starts anew."""
-_parameters: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-"""By kernel: its parameters' names, and the positions of those whose values Triton leaves open."""
 
 
-def start_kernel(kernel: Any, grid: Grid, num_warps: int, num_stages: int, arguments: dict[str, Any]) -> None:
-    """Start a kernel; see `launch`."""
-    parameters = _parameters.get(kernel)
-    if parameters is None:
+class DirectLaunches(Protocol):
+    """Starts compiled kernels without Triton's launcher (`direct_launch.Direct`)."""
+
+    def kernel(self, params: Any) -> Any:
+        """Make what `start` and `learn` of a kernel are asked of."""
+        ...
+
+    def learn(self, kernel: Any, key: bytes, compiled: Any) -> None:
+        """Take up what Triton has compiled for arguments of a key."""
+        ...
+
+
+_direct: DirectLaunches | None = None
+
+
+class _Known:
+    """What does not change between launches of a function decorated by `triton.jit`, or of an interpreted one."""
+
+    __slots__ = ("direct", "general", "kernel", "names")
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         params = getattr(kernel, "params", None)
-        if params is None:  # it is interpreted
-            kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
-            return
-        general = tuple(position for position, each in enumerate(params) if each.do_not_specialize)
-        _parameters[kernel] = parameters = tuple(each.name for each in params), general
-    names, general = parameters
-    values = [arguments[name] for name in names]
-    key = _key(values, general, (kernel, num_warps, num_stages))
+        self.names: tuple[str, ...] | None = None
+        """Of its parameters; None: it is interpreted."""
+        self.direct: Any = None
+        """The `Kernel` of `driver_launch.c`; None: Triton starts it."""
+        if params is not None:
+            self.names = tuple(each.name for each in params)
+            self.general = tuple(position for position, each in enumerate(params) if each.do_not_specialize)
+            """Positions of parameters whose values Triton leaves open."""
+            if _direct is not None:
+                self.direct = _direct.kernel(params)
+
+
+_known: dict[int, _Known] = {}
+"""By id: to hash such a function takes longer."""
+
+
+def set_direct(direct: DirectLaunches | None) -> None:
+    """Start compiled kernels by this from now on; None: by Triton's launcher."""
+    global _direct
+    _direct = direct
+    _known.clear()
+    _compiled.clear()  # its keys have the ids of what was known
+
+
+def start_kernel(kernel: Any, grid: Grid, num_warps: int, num_stages: int, arguments: dict[str, Any]) -> bool:
+    """Start a kernel; see `launch`. Return whether it was started directly."""
+    known = _known.get(id(kernel))
+    if known is None:
+        known = _known[id(kernel)] = _Known(kernel)
+    if known.direct is None:
+        _start_by_triton(known, grid, num_warps, num_stages, arguments)
+        return False
+    key = known.direct.start(grid, num_warps, num_stages, arguments)
+    if key is True:
+        return True
+    compiled = _start_by_triton(known, grid, num_warps, num_stages, arguments)
+    if key and _direct is not None:
+        _direct.learn(known.direct, key, compiled)
+    return False
+
+
+def _start_by_triton(
+    known: _Known, grid: Grid, num_warps: int, num_stages: int, arguments: dict[str, Any]
+) -> Any:
+    """Start a kernel by Triton's launcher and return what was compiled."""
+    kernel = known.kernel
+    if known.names is None:
+        return kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    values = [arguments[name] for name in known.names]
+    key = _key(values, known.general, (id(kernel), num_warps, num_stages))
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[grid + (1,) * (3 - len(grid))](*values)
-        return
+        return compiled
     if len(_compiled) >= MAX_COMPILED:
         _compiled.clear()
-    _compiled[key] = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    compiled = _compiled[key] = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    return compiled
 
 
-def _key(values: list[Any], general: tuple[int, ...], launched: tuple[Any, int, int]) -> Hashable:
+def _key(values: list[Any], general: tuple[int, ...], launched: tuple[int, int, int]) -> Hashable:
     """Return a key of what a kernel is compiled for.
 
     Triton looks at a tensor's dtype and whether it is aligned to 16 bytes, at whether an integer is 1 or a multiple of
@@ -143,27 +222,35 @@ def _key(values: list[Any], general: tuple[int, ...], launched: tuple[Any, int, 
 def recorded_launches() -> Iterator[list[Launch]]:
     """Record launches into the returned list instead of starting them; outputs are left as they were allocated."""
     launches: list[Launch] = []
-    token = _recorded.set(launches)
-    try:
+    with _observed(_recorded, launches):
         yield launches
-    finally:
-        _recorded.reset(token)
 
 
 @contextmanager
 def launched_variants() -> Iterator[set[Variant]]:
     """Collect the variants that are started in the returned set."""
     variants: set[Variant] = set()
-    token = _variants.set(variants)
-    try:
+    with _observed(_variants, variants):
         yield variants
+
+
+@contextmanager
+def _observed(variable: ContextVar[Any], collected: Any) -> Iterator[None]:
+    global _num_observers
+    token = variable.set(collected)
+    with _observer_lock:
+        _num_observers += 1
+    try:
+        yield
     finally:
-        _variants.reset(token)
+        with _observer_lock:
+            _num_observers -= 1
+        variable.reset(token)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DeviceTraits:
-    """Limits of one GPU."""
+    """Limits of one GPU. There is one object per device, by which choices are kept: it is hashed in every launch."""
 
     capability: int
     """Compute capability as major * 10 + minor: 80 (A100), 90 (H100), 100 (B200), 120 (RTX 50)."""

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import silu
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch, next_power_of_2
 from argosy_engine.triton_kernels.short_conv import block_after, keep_inputs, tokens_of
 
 _CHANNELS = 512
@@ -408,10 +408,10 @@ def mamba(
         "table_stride": block_table.stride(0),
         "BLOCK_SIZE": block_size,
     }
-    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    block = min(_CHANNELS, next_power_of_2(channels))
     launch(
         _mamba_inputs,
-        (num_tokens, triton.cdiv(channels, block)),
+        (num_tokens, cdiv(channels, block)),
         num_warps=max(block // 256, 1),
         num_stages=1,
         zxbcdt_ptr=zxbcdt,
@@ -429,7 +429,7 @@ def mamba(
         HEADS=shape.num_heads,
         KERNEL_SIZE=shape.kernel_size,
         BLOCK=block,
-        HEAD_BLOCK=triton.next_power_of_2(shape.num_heads),
+        HEAD_BLOCK=next_power_of_2(shape.num_heads),
         **step,
     )
     if requests is not None:
@@ -448,13 +448,13 @@ def mamba(
         "STATE_SIZE": shape.state_size,
         **step,
     }
-    state_block = triton.next_power_of_2(shape.state_size)
-    columns = min(max(_UPDATE_ELEMENTS // state_block, 1), triton.next_power_of_2(shape.head_dim))
+    state_block = next_power_of_2(shape.state_size)
+    columns = min(max(_UPDATE_ELEMENTS // state_block, 1), next_power_of_2(shape.head_dim))
     launch(
         _state_update,
         (
             (num_requests if chunks is None else num_decodes) * shape.num_heads,
-            triton.cdiv(shape.head_dim, columns),
+            cdiv(shape.head_dim, columns),
         ),
         num_warps=1,
         num_stages=1,
@@ -465,7 +465,7 @@ def mamba(
     if chunks is not None:
         _compute_chunks(shape, rule, chunks, num_decodes, num_requests - num_decodes)
     width = shape.num_values // shape.num_groups
-    num_warps = min(max(triton.next_power_of_2(width) // 512, 1), 8)
+    num_warps = min(max(next_power_of_2(width) // 512, 1), 8)
     of_norm = {
         "read_ptr": read,
         "z_ptr": zxbcdt,
@@ -474,7 +474,7 @@ def mamba(
         "z_stride": zxbcdt.stride(0),
         "WIDTH": width,
         "NORM": shape.norm,
-        "BLOCK": triton.next_power_of_2(width),
+        "BLOCK": next_power_of_2(width),
     }
     means = None
     if group_means is not None:
@@ -512,7 +512,7 @@ def _compute_chunks(
     Args:
         rule: arguments that kernels of the states have in common.
     """
-    xbc, state_block = rule["xbc_ptr"], max(triton.next_power_of_2(shape.state_size), _MIN_DOT)
+    xbc, state_block = rule["xbc_ptr"], max(next_power_of_2(shape.state_size), _MIN_DOT)
     scores = torch.empty(len(xbc), shape.num_groups, CHUNK_SIZE, dtype=torch.float32, device=xbc.device)
     parts = {
         "scores_ptr": scores,
@@ -529,10 +529,10 @@ def _compute_chunks(
         **parts,
         **{name: rule[name] for name in of_scores},
     )
-    columns = min(max(triton.next_power_of_2(shape.head_dim), _MIN_DOT), _SCAN_COLUMNS)
+    columns = min(max(next_power_of_2(shape.head_dim), _MIN_DOT), _SCAN_COLUMNS)
     launch(
         _scan_chunks,
-        (num_prompts * shape.num_heads, triton.cdiv(shape.head_dim, columns)),
+        (num_prompts * shape.num_heads, cdiv(shape.head_dim, columns)),
         num_warps=max(state_block // _PART, 4),
         num_stages=1,
         first_request=num_decodes,

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import to_fp8
-from argosy_engine.triton_kernels.launch import DeviceTraits, device_traits, launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, cdiv, device_traits, launch, next_power_of_2
 from argosy_engine.triton_kernels.split_kv import MAX_SEGMENTS, choose_num_segments, merge_segments
 
 MAX_GROUP_SIZE = 64
@@ -91,11 +91,11 @@ def choose_tiles(
         group_size: query heads per KV head, up to MAX_GROUP_SIZE.
     """
     if dtype is torch.float32:
-        return AttentionTiles(max(_MIN_ROWS, triton.next_power_of_2(group_size)), 16, 8, 2)
+        return AttentionTiles(max(_MIN_ROWS, next_power_of_2(group_size)), 16, 8, 2)
     if head_dim > WIDE_HEAD_DIM:
         return AttentionTiles(_MIN_ROWS, 16, 8 if kv_dtype is dtype else 4, 2)
     num_stages = 3 if traits.shared_memory >= _AMPLE_SHARED_MEMORY else 2
-    rows = triton.next_power_of_2(max_query_len * group_size)
+    rows = next_power_of_2(max_query_len * group_size)
     if rows <= _MAX_FEW_ROWS:
         tile = 64 if head_dim <= 128 else 32
         if kv_dtype is not dtype and num_stages == 2:
@@ -133,6 +133,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
+    halves: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of each request's last queries over its keys and values in the cache.
 
@@ -166,6 +167,7 @@ def paged_attention(
         out: [T, num_heads, head_dim] of q's dtype with contiguous heads, or float8_e4m3fn; None: allocated.
         row_scales: float32 [T, 1], gets each token's scale if out is in FP8; see `paged_attention_fp8`.
         out_scale: float32 [1], the scale of all tokens then; None: each has its own.
+        halves: kv_cache[0] and kv_cache[1], for callers that keep them; default: taken here.
 
     Returns:
         out; rows that belong to no request are undefined if it was allocated here.
@@ -174,11 +176,15 @@ def paged_attention(
         ValueError: a shape, dtype or option that the kernel does not support.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[3]
-    _check(q, kv_cache, device_traits(q.device).has_fp8, sliding_window, logit_softcap, num_segments)
+    _, _, block_size, num_kv_heads, _ = kv_shape = kv_cache.shape
+    device = q.device
+    _check(
+        num_heads, head_dim, num_kv_heads, kv_shape[4], q.dtype, kv_cache.dtype, device_traits(device).has_fp8,
+        sliding_window, logit_softcap, num_segments,
+    )  # fmt: skip
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_requests = len(block_table)
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=device)
+    num_requests = block_table.shape[0]
     if num_requests == 0 or min(max_query_len, num_tokens) == 0:
         return out
     layout = _choose_layout(q, kv_cache, block_table, max_query_len, num_segments)
@@ -186,13 +192,16 @@ def paged_attention(
     lse = largest = None
     target = out.unsqueeze(2)
     if num_segments > 1:
-        target = q.new_empty((num_tokens, num_heads, num_segments, head_dim), dtype=torch.float32)
-        lse = q.new_empty((num_tokens, num_heads, num_segments), dtype=torch.float32)
+        shape = num_tokens, num_heads, num_segments, head_dim
+        target = torch.empty(shape, dtype=torch.float32, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if row_scales is not None and out_scale is None:
             largest = torch.empty_like(lse)
     elif row_scales is not None and out_scale is None:
         raise ValueError("scales of tokens need their keys to be split into segments; give an out_scale")
     writes_fp8 = row_scales is not None and num_segments == 1
+    keys, values = kv_cache.unbind(0) if halves is None else halves
+    out_strides, q_strides, kv_strides = target.stride(), q.stride(), kv_cache.stride()
     launch(
         paged_attention_kernel,
         (layout.num_programs, num_segments),
@@ -204,8 +213,8 @@ def paged_attention(
         out_scale_ptr=out_scale if writes_fp8 else None,
         row_scales_ptr=row_scales if writes_fp8 else None,
         q_ptr=q,
-        k_ptr=kv_cache[0],
-        v_ptr=kv_cache[1],
+        k_ptr=keys,
+        v_ptr=values,
         query_start_loc_ptr=query_start_loc,
         seq_lens_ptr=seq_lens,
         block_table_ptr=block_table,
@@ -219,19 +228,19 @@ def paged_attention(
         chunk_size=chunk_size,
         num_requests=num_requests,
         num_kv_heads=num_kv_heads,
-        out_stride_token=target.stride(0),
-        out_stride_head=target.stride(1),
-        out_stride_segment=target.stride(2),
-        q_stride_token=q.stride(0),
-        q_stride_head=q.stride(1),
-        kv_stride_block=kv_cache.stride(1),
-        kv_stride_slot=kv_cache.stride(2),
-        kv_stride_head=kv_cache.stride(3),
+        out_stride_token=out_strides[0],
+        out_stride_head=out_strides[1],
+        out_stride_segment=out_strides[2],
+        q_stride_token=q_strides[0],
+        q_stride_head=q_strides[1],
+        kv_stride_block=kv_strides[1],
+        kv_stride_slot=kv_strides[2],
+        kv_stride_head=kv_strides[3],
         block_table_stride=block_table.stride(0),
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+        HEAD_DIM_PADDED=next_power_of_2(head_dim),
         GROUP_SIZE=num_heads // num_kv_heads,
-        BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK_SIZE=block_size,
         BLOCK_M=tiles.block_m,
         BLOCK_Q=layout.block_q,
         TILE=tiles.tile,
@@ -288,12 +297,29 @@ def _choose_layout(
 ) -> _Layout:
     """Choose the layout of a batch with queries, from shapes. Arguments: `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
-    _, _, block_size, num_kv_heads, _ = kv_cache.shape
-    traits = device_traits(q.device)
     num_requests, max_blocks = block_table.shape
-    max_query_len = min(max_query_len, num_tokens)
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    return _layout_of(
+        device_traits(q.device), q.dtype, kv_cache.dtype, num_tokens, num_heads, num_kv_heads, head_dim, num_requests,
+        max_blocks * block_size, min(max_query_len, num_tokens), num_segments,
+    )  # fmt: skip
+
+
+def _layout_of(
+    traits: DeviceTraits,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_requests: int,
+    max_keys: int,
+    max_query_len: int,
+    num_segments: int | None,
+) -> _Layout:
     group_size = num_heads // num_kv_heads
-    tiles = choose_tiles(traits, q.dtype, kv_cache.dtype, head_dim, group_size, max_query_len)
+    tiles = choose_tiles(traits, dtype, kv_dtype, head_dim, group_size, max_query_len)
     block_q = tiles.block_m // group_size
     is_packed = max_query_len > block_q
     if is_packed:
@@ -302,7 +328,7 @@ def _choose_layout(
         num_query_tiles = num_requests
     num_programs = num_query_tiles * num_kv_heads
     if num_segments is None:
-        max_tiles = triton.cdiv(max_blocks * block_size, tiles.tile)
+        max_tiles = cdiv(max_keys, tiles.tile)
         num_segments = 1 if is_packed else choose_num_segments(traits, num_programs, max_tiles)
     if not is_packed and num_segments == 1 and num_programs >= 2 * traits.num_sms:
         # There are programs enough to wait for memory in: on an H200 a third tile in flight cost 13 % for 64 requests.
@@ -310,29 +336,30 @@ def _choose_layout(
     return _Layout(tiles, block_q, is_packed, num_programs, num_segments)
 
 
+@lru_cache(maxsize=256)
 def _check(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    kv_head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     has_fp8: bool,
     sliding_window: int | None,
     logit_softcap: float | None,
     num_segments: int | None,
 ) -> None:
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = kv_cache.shape[3]
-    if q.dtype not in _DTYPES:
-        raise ValueError(f"queries are {q.dtype}; paged attention takes bfloat16, float16 and float32")
-    if kv_cache.dtype not in (q.dtype, _FP8):
-        raise ValueError(
-            f"a KV cache of {kv_cache.dtype} for queries of {q.dtype}: use their dtype or {_FP8}"
-        )
-    if kv_cache.dtype is _FP8 and not has_fp8:
+    if dtype not in _DTYPES:
+        raise ValueError(f"queries are {dtype}; paged attention takes bfloat16, float16 and float32")
+    if kv_dtype not in (dtype, _FP8):
+        raise ValueError(f"a KV cache of {kv_dtype} for queries of {dtype}: use their dtype or {_FP8}")
+    if kv_dtype is _FP8 and not has_fp8:
         raise ValueError(
             "this GPU has no FP8 (it needs compute capability 8.9): use a KV cache of the model's dtype"
         )
-    if kv_cache.shape[4] != head_dim or head_dim > MAX_HEAD_DIM:
+    if kv_head_dim != head_dim or head_dim > MAX_HEAD_DIM:
         raise ValueError(
-            f"head_dim is {head_dim} in the queries and {kv_cache.shape[4]} in the KV cache: "
+            f"head_dim is {head_dim} in the queries and {kv_head_dim} in the KV cache: "
             f"it must be the same, and up to {MAX_HEAD_DIM}"
         )
     if num_heads % num_kv_heads or num_heads > MAX_GROUP_SIZE * num_kv_heads:

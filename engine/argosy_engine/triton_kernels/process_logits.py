@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch
 
 UNLIKELY = -1e30
 """Highest logit of a suppressed token, which is sampled only where every other token is masked out."""
@@ -96,7 +96,7 @@ def process_logits(
     num_rows, vocab_size = logits.shape
     launch(
         _process_logits,
-        (num_rows, triton.cdiv(vocab_size, _BLOCK)),
+        (num_rows, cdiv(vocab_size, _BLOCK)),
         logits_ptr=logits,
         out_ptr=out,
         positions_ptr=positions,
@@ -115,7 +115,7 @@ def process_logits(
         vocab_size=vocab_size,
         row_stride=logits.stride(0),
         out_stride=out.stride(0),
-        num_words=triton.cdiv(vocab_size, 32),
+        num_words=cdiv(vocab_size, 32),
         lengths_stride=edits.lengths.stride(0) if edits else 0,
         edits_stride=edits.token_ids.stride(0) if edits else 0,
         first_positions_stride=edits.first_positions.stride(0) if edits else 0,
@@ -237,7 +237,7 @@ def clear_entries(token_counts: torch.Tensor, entries: torch.Tensor) -> None:
     vocab_size = token_counts.shape[1]
     launch(
         _clear_entries,
-        (len(entries), triton.cdiv(vocab_size, 4 * _COUNT_BLOCK)),
+        (len(entries), cdiv(vocab_size, 4 * _COUNT_BLOCK)),
         counts_ptr=token_counts,
         entries_ptr=entries,
         vocab_size=vocab_size,
@@ -258,7 +258,7 @@ def count_tokens(
     """
     launch(
         _count_tokens,
-        (triton.cdiv(len(token_ids), _COUNT_BLOCK),),
+        (cdiv(len(token_ids), _COUNT_BLOCK),),
         counts_ptr=token_counts,
         entries_ptr=entries,
         token_ids_ptr=token_ids,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import row_scale, to_fp8
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import launch, next_power_of_2
 
 MAX_WIDTH = 16384
 """Widest row that a program holds in registers without spilling: 32 elements per thread."""
@@ -91,7 +91,7 @@ def rms_norm(
         ValueError: width is above `MAX_WIDTH`.
     """
     if out is None:
-        out = x.new_empty(x.shape)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _launch(x, None, weight, None, eps, adds_one, out)
 
 
@@ -112,7 +112,7 @@ def add_rms_norm(
             is none. It has the same eps and `adds_one`.
     """
     if out is None:
-        out = x.new_empty(x.shape)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _launch(x, residual, weight, x_weight, eps, adds_one, out)
 
 
@@ -163,7 +163,7 @@ def _launch(
     rows, width = x.shape
     if width > MAX_WIDTH:
         raise ValueError(f"RMSNorm of rows of {width} elements; at most {MAX_WIDTH} fit in registers")
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     launch(
         _rms_norm,
         (rows,),

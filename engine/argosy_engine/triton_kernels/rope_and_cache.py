@@ -6,11 +6,13 @@ and values to their slots of the paged cache. Arithmetic is in float32 and resul
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import device_traits, launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, cdiv, device_traits, launch, next_power_of_2
 
 _FEW_ELEMENTS = 1024
 """Elements per program of a small batch: 8 per thread of 4 warps, one 16-byte load in a 16-bit dtype."""
@@ -193,17 +195,11 @@ def rope_and_cache(
     if is_fp8 != (k_scale is not None) or is_fp8 != (v_scale is not None):
         raise ValueError("k_scale and v_scale belong to an FP8 KV cache, which needs both")
     rotary_dim = 0 if cosines is None else 2 * cosines.shape[1]
-    tokens, head_block = len(slot_mapping), triton.next_power_of_2(head_dim)
-    if rotary_dim < head_dim:
-        head_block *= 2  # the part that is not rotated has registers of its own
-    for elements in (_MANY_ELEMENTS, _FEW_ELEMENTS):
-        q_heads, kv_heads = (
-            min(triton.next_power_of_2(heads), max(elements // head_block, 1))
-            for heads in (num_heads, num_kv_heads)
-        )
-        q_programs, kv_programs = triton.cdiv(num_heads, q_heads), triton.cdiv(num_kv_heads, kv_heads)
-        if tokens * (q_programs + 2 * kv_programs) >= 4 * traits.num_sms:
-            break
+    tokens = slot_mapping.shape[0]
+    q_heads, kv_heads, q_programs, kv_programs = _programs(
+        traits, tokens, num_heads, num_kv_heads, head_dim, rotary_dim
+    )
+    kv_stride, block_stride, token_stride, head_stride, _ = kv_cache.stride()
     launch(
         _rope_and_cache,
         (tokens, q_programs + 2 * kv_programs),
@@ -222,10 +218,10 @@ def rope_and_cache(
         eps=eps,
         qkv_stride=qkv.stride(0),
         table_stride=0 if cosines is None else cosines.stride(0),
-        cache_kv_stride=kv_cache.stride(0),
-        cache_block_stride=kv_cache.stride(1),
-        cache_token_stride=kv_cache.stride(2),
-        cache_head_stride=kv_cache.stride(3),
+        cache_kv_stride=kv_stride,
+        cache_block_stride=block_stride,
+        cache_token_stride=token_stride,
+        cache_head_stride=head_stride,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         q_programs=q_programs,
@@ -236,7 +232,25 @@ def rope_and_cache(
         ADDS_ONE=adds_one,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
-        HALF_BLOCK=triton.next_power_of_2(max(rotary_dim // 2, 1)),
-        REST_BLOCK=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        HEAD_BLOCK=triton.next_power_of_2(head_dim),
+        HALF_BLOCK=next_power_of_2(max(rotary_dim // 2, 1)),
+        REST_BLOCK=next_power_of_2(max(head_dim - rotary_dim, 1)),
+        HEAD_BLOCK=next_power_of_2(head_dim),
     )
+
+
+@lru_cache(maxsize=4096)
+def _programs(
+    traits: DeviceTraits, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int
+) -> tuple[int, int, int, int]:
+    """Return how many heads of queries, and of keys, a program has, and how many programs of each a token has."""
+    head_block = next_power_of_2(head_dim)
+    if rotary_dim < head_dim:
+        head_block *= 2  # the part that is not rotated has registers of its own
+    for elements in (_MANY_ELEMENTS, _FEW_ELEMENTS):
+        q_heads, kv_heads = (
+            min(next_power_of_2(heads), max(elements // head_block, 1)) for heads in (num_heads, num_kv_heads)
+        )
+        q_programs, kv_programs = cdiv(num_heads, q_heads), cdiv(num_kv_heads, kv_heads)
+        if tokens * (q_programs + 2 * kv_programs) >= 4 * traits.num_sms:
+            break
+    return q_heads, kv_heads, q_programs, kv_programs

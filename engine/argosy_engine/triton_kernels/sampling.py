@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import device_traits, launch
+from argosy_engine.triton_kernels.launch import cdiv, device_traits, launch
 from argosy_engine.triton_kernels.nucleus import (
     MAX_CANDIDATES,
     MAX_VOCAB_SIZE,
@@ -156,7 +156,7 @@ def sample_tokens(
         raise ValueError(f"a vocabulary of {vocab_size} tokens; sampling takes 1 to {MAX_VOCAB_SIZE}")
     device = logits.device
     chunk = choose_chunk(num_rows, vocab_size, device_traits(device).num_sms)
-    num_splits = triton.cdiv(vocab_size, chunk)
+    num_splits = cdiv(vocab_size, chunk)
     splits = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -248,10 +248,10 @@ def choose_chunk(num_rows: int, vocab_size: int, num_sms: int) -> int:
     row are cheaper to add up than more.
     """
     num_rows = max(num_rows, 1)
-    few = min(triton.cdiv(16 * num_sms, num_rows), _FEW_SPLITS)
-    wanted = max(triton.cdiv(4 * num_sms, num_rows), few)
-    splits = min(wanted, triton.cdiv(vocab_size, _TILE), _MAX_SPLITS)
-    return int(triton.cdiv(triton.cdiv(vocab_size, splits), _TILE) * _TILE)
+    few = min(cdiv(16 * num_sms, num_rows), _FEW_SPLITS)
+    wanted = max(cdiv(4 * num_sms, num_rows), few)
+    splits = min(wanted, cdiv(vocab_size, _TILE), _MAX_SPLITS)
+    return int(cdiv(cdiv(vocab_size, splits), _TILE) * _TILE)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch, next_power_of_2
 
 _KEPT_BLOCK = 512
 """Channels per program of `keep_inputs`."""
@@ -118,10 +118,10 @@ def keep_inputs(
         gates: what inputs are multiplied by, rows of the same stride; None: nothing.
     """
     _, earlier, channels = conv_states.shape
-    block = min(_KEPT_BLOCK, triton.next_power_of_2(channels))
+    block = min(_KEPT_BLOCK, next_power_of_2(channels))
     launch(
         _keep_inputs,
-        (num_requests, triton.cdiv(channels, block)),
+        (num_requests, cdiv(channels, block)),
         num_warps=max(block // 256, 1),
         num_stages=1,
         inputs_ptr=inputs,
@@ -237,10 +237,10 @@ def short_conv(
         "table_stride": block_table.stride(0),
         "BLOCK_SIZE": block_size,
     }
-    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    block = min(_CHANNELS, next_power_of_2(channels))
     launch(
         _short_conv,
-        (len(bcx), triton.cdiv(channels, block)),
+        (len(bcx), cdiv(channels, block)),
         num_warps=max(block // 128, 1),
         num_stages=1,
         bcx_ptr=bcx,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from argosy_engine.triton_kernels.activations import row_scale, to_fp8
-from argosy_engine.triton_kernels.launch import DeviceTraits, launch
+from argosy_engine.triton_kernels.launch import DeviceTraits, launch, next_power_of_2
 
 MAX_SEGMENTS = 32
 _PROGRAMS_PER_SM = 3
@@ -77,15 +77,15 @@ def merge_segments(
         out_scale_ptr=out_scale,
         row_scales_ptr=row_scales,
         query_start_loc_ptr=query_start_loc,
-        num_requests=len(query_start_loc) - 1,
+        num_requests=query_start_loc.shape[0] - 1,
         num_segments=num_segments,
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
         NUM_HEADS=num_heads,
-        NUM_HEADS_PADDED=triton.next_power_of_2(num_heads),
+        NUM_HEADS_PADDED=next_power_of_2(num_heads),
         MAX_SEGMENTS=MAX_SEGMENTS,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+        HEAD_DIM_PADDED=next_power_of_2(head_dim),
     )
 
 

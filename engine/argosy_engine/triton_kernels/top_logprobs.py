@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy_engine.triton_kernels.launch import launch
+from argosy_engine.triton_kernels.launch import cdiv, launch, next_power_of_2
 from argosy_engine.triton_kernels.nucleus import inverse_of, load_logits, pack, unpack
 from argosy_engine.triton_kernels.sampling import Cuts, DeviceSamplingBatch
 
@@ -67,7 +67,7 @@ def top_logprobs(
     vocab_size, device = logits.shape[1], logits.device
     num_rows = len(token_ids) if rows is None else len(rows)
     count = min(count, vocab_size)
-    num_tiles = triton.cdiv(vocab_size, _TILE)
+    num_tiles = cdiv(vocab_size, _TILE)
     if out is None:
         out = DeviceLogprobs(
             torch.empty(num_rows, 1 + count, dtype=torch.int64, device=device),
@@ -87,7 +87,7 @@ def top_logprobs(
         "count": count,
     }
     launch(_score_tiles, (num_rows, num_tiles), **tiles, vocab_size=vocab_size, TILE=_TILE, num_warps=8)
-    merged = triton.next_power_of_2(max(num_tiles * count, 1))
+    merged = next_power_of_2(max(num_tiles * count, 1))
     launch(
         _merge_tiles,
         (num_rows,),
@@ -96,7 +96,7 @@ def top_logprobs(
         out_logprobs_ptr=out.logprobs,
         out_ranks_ptr=out.ranks,
         IS_NORMALIZED=is_normalized,
-        TILES=triton.next_power_of_2(num_tiles),
+        TILES=next_power_of_2(num_tiles),
         MERGED=merged,
         num_warps=4 if merged <= 4096 else 16,
     )
@@ -223,7 +223,7 @@ def cut_logits(
         out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     launch(
         _cut_logits,
-        (num_rows, triton.cdiv(vocab_size, _CUT_BLOCK)),
+        (num_rows, cdiv(vocab_size, _CUT_BLOCK)),
         logits_ptr=logits,
         out_ptr=out,
         temperature_ptr=batch.temperature,

@@ -1,14 +1,22 @@
-"""CUDA graphs: forward passes of decode steps, captured once per number of requests and replayed with one launch.
+"""CUDA graphs: forward passes, captured once per size of step and replayed with one launch.
 
 A graph repeats the same kernels on the same addresses. `DeviceInputs` provides these: what a step needs is copied to
-where the captured kernels read it. A step of fewer requests is padded to the next captured size by rows that are part
-of no request. Steps that compute more than one token of a request run eagerly, and so does what follows the forward
-pass: the output head and sampling.
+where the captured kernels read it. A smaller step is padded to the next captured size by requests without tokens and
+tokens that are part of no request, whose keys and values are not written. What follows the forward pass, the output
+head and sampling, is launched one by one, for the step's own rows.
 
-`FULL_DECODE_ONLY` is vLLM's name for this mode. Attention must not depend on lengths that the host knows, which leaves
-the backends `triton` and `flash_attn`. The latter's kernels read lengths and block tables on the device, too; what its
-host code chooses by, the most queries of a request and the width of the block table, is the same in all decodes of a
-captured size. What version 3 computes on the device to divide its work is part of the graph.
+Decodes are captured by their number of requests (`FULL_DECODE_ONLY`, vLLM's name). Attention must not depend on lengths
+that the host knows, which leaves the backends `triton` and `flash_attn`. The latter's kernels read lengths and block
+tables on the device, too; what its host code chooses by, the most queries of a request and the width of the block
+table, is the same in all decodes of a captured size. What version 3 computes on the device to divide its work is part
+of the graph.
+
+Mixed steps, with prompts or without decodes, are captured by their number of tokens, attention included (`FULL`): the
+grid of `triton`'s attention has a tile for every `max_num_seqs` requests and as many as their tokens can fill, and a
+program that finds no queries ends at once. So a graph has the launches of the largest step of its size. It is replayed
+only for steps that would be launched with the same configuration of that kernel, namely where a request computes more
+than `MIN_QUERIES` tokens (fewer would have their keys split, for which the lengths decide). Vectors for prompts are
+never computed so, because they outlive the step, and nor is what several engine cores compute together.
 """
 
 from __future__ import annotations
@@ -33,6 +41,12 @@ Forward = Callable[[StepTensors], torch.Tensor]
 """Computes hidden states [T, hidden_size] of a step."""
 
 _CAPTURABLE_BACKENDS = frozenset({"triton", "flash_attn"})
+MIN_QUERIES = 128
+"""A step in which no request computes more tokens is not replayed as a mixed one: the largest query tile that
+`paged_attention` chooses, above which all tiles are of one kind."""
+_MIXED_SIZES = (160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Tokens of mixed steps that are captured: up to a quarter is padding. Larger steps take the device longer than the
+host."""
 
 
 class CapturedGraph(Protocol):
@@ -72,17 +86,55 @@ def graph_sizes(args: EngineArgs, device: str, attention_backend: str) -> list[i
             "no CUDA graphs: the attention backend %s depends on the lengths of requests", attention_backend
         )
         return []
-    if config.cudagraph_mode != "FULL_DECODE_ONLY":
-        logger.info(
-            "cudagraph_mode %s is taken as FULL_DECODE_ONLY: decodes are captured whole, and steps with prompts, which "
-            "are long enough to hide their launches, are launched one by one",
-            config.cudagraph_mode,
-        )
     return capture_sizes(args.max_num_seqs, config.cudagraph_capture_sizes)
 
 
-class DecodeGraphs:
-    """Graphs of decode steps.
+def mixed_graph_sizes(args: EngineArgs, device: str, attention_backend: str, reason: str | None) -> list[int]:
+    """Return the numbers of tokens of the mixed steps that an engine captures, ascending; none: they run eagerly.
+
+    Args:
+        device: `cpu` or `cuda`.
+        reason: why those of this model can't be captured, or None.
+    """
+    config = args.compilation_config
+    mode = config.cudagraph_mode
+    if device != "cuda" or args.enforce_eager or mode in ("NONE", "FULL_DECODE_ONLY"):
+        return []
+    if attention_backend != "triton":
+        reason = f"the attention backend {attention_backend} depends on the lengths of prompts"
+    if reason is not None:
+        logger.info("cudagraph_mode %s is taken as FULL_DECODE_ONLY: %s", mode, reason)
+        return []
+    if mode != "FULL":
+        logger.info("cudagraph_mode %s is taken as FULL: attention is part of the graphs", mode)
+    most = args.max_num_batched_tokens
+    wanted = config.cudagraph_capture_sizes or (*_MIXED_SIZES, min(most, _MIXED_SIZES[-1]))
+    return sorted({size for size in wanted if MIN_QUERIES < size <= most})
+
+
+class _Graphs:
+    """Graphs of one kind of step, by size."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        """What a size counts."""
+        self.by_size: dict[int, CapturedGraph] = {}
+        self._size_for: list[int] = []
+        """By size of a step; 0: none is captured."""
+
+    def settle(self) -> None:
+        """Take up what was captured, or removed."""
+        self._size_for = [0]
+        for size in sorted(self.by_size):
+            self._size_for += [size] * (size + 1 - len(self._size_for))
+
+    def size_for(self, count: int) -> int:
+        """Return the captured size for a step of `count`; 0: there is none."""
+        return self._size_for[count] if count < len(self._size_for) else 0
+
+
+class StepGraphs:
+    """Graphs of decodes and of mixed steps.
 
     Args:
         inputs: provides the tensors that the graphs read.
@@ -99,50 +151,58 @@ class DecodeGraphs:
         self._inputs = inputs
         self._forward = forward
         self._api = api
-        self._graphs: dict[int, CapturedGraph] = {}
-        self._size_for: list[int] = [0]
-        """By number of requests; 0: none is captured."""
+        self._decodes, self._mixed = _Graphs("requests"), _Graphs("tokens")
 
-    def capture(self, sizes: Sequence[int], on_captured: Callable[[], None] = lambda: None) -> bool:
-        """Capture steps of these numbers of requests, the largest first, so that the others fit in its memory.
+    def capture(
+        self, sizes: Sequence[int], on_captured: Callable[[], None] = lambda: None, *, is_mixed: bool = False
+    ) -> bool:
+        """Capture steps of these sizes, the largest first, so that the others fit in its memory.
 
         Args:
+            sizes: numbers of requests, or of tokens of mixed steps.
             on_captured: called after each.
 
         Returns:
-            False if a capture failed. Then no graph is used, and a warning names the size and the operation.
+            False if a capture failed. Then no graph of this kind is used, and a warning names the size and the
+            operation.
 
         Raises:
             ConfigError: a capture failed and is required.
         """
         started = time.perf_counter()
-        for size in sorted(set(sizes) - self._graphs.keys(), reverse=True):
-            tensors = self._inputs.tensors(empty_step(), num_rows=size)
+        graphs = self._mixed if is_mixed else self._decodes
+        for size in sorted(set(sizes) - graphs.by_size.keys(), reverse=True):
+            tensors = self._inputs.tensors(empty_step(), **self._padding(size, is_mixed))
             last = _LastOperation()
             try:
                 self._run(tensors)  # compiles kernels and lets libraries allocate, which a capture must not
                 with last:
-                    self._graphs[size] = self._api.capture(lambda tensors=tensors: self._run(tensors))
+                    graphs.by_size[size] = self._api.capture(lambda tensors=tensors: self._run(tensors))
                 on_captured()
             except RuntimeError as error:
-                self._graphs.clear()
-                self._size_for = [0]
+                graphs.by_size.clear()
+                graphs.settle()
                 operation = last.name or "no operation"
-                failure = f"capturing a step of {size} requests failed after {operation}: {error}"
+                failure = f"capturing a step of {size} {graphs.unit} failed after {operation}: {error}"
                 if self._is_required:
                     raise ConfigError(f"no CUDA graphs: {failure}; use --enforce-eager") from error
-                logger.warning("no CUDA graphs: %s; steps run eagerly", failure)
+                kind = "mixed steps" if is_mixed else "steps"
+                logger.warning("no CUDA graphs: %s; %s run eagerly", failure, kind)
                 return False
-        captured = sorted(self._graphs)
-        self._size_for = [0]
-        for size in captured:
-            self._size_for += [size] * (size + 1 - len(self._size_for))
-        if captured:
-            seconds = time.perf_counter() - started
+        graphs.settle()
+        if graphs.by_size:
             logger.info(
-                "captured %d CUDA graphs, up to %d requests, in %.1f s", len(captured), captured[-1], seconds
+                "captured %d CUDA graphs, up to %d %s, in %.1f s",
+                len(graphs.by_size),
+                max(graphs.by_size),
+                graphs.unit,
+                time.perf_counter() - started,
             )
         return True
+
+    def _padding(self, size: int, is_mixed: bool) -> dict[str, int]:
+        """Return what `DeviceInputs.tensors` pads a step of this kind to."""
+        return {"num_rows": self._inputs.num_slots, "num_tokens": size} if is_mixed else {"num_rows": size}
 
     def _run(self, tensors: StepTensors) -> torch.Tensor:
         """Run the forward pass. What layers share is derived in it, so that a graph derives it from each step anew."""
@@ -161,11 +221,17 @@ class DecodeGraphs:
         is_decode, wanted = step.num_decodes == count, count
         if agreed is not None:
             is_decode, wanted = agreed.is_decode, agreed.num_rows
-        if not is_decode or wanted >= len(self._size_for):
+        is_mixed = not is_decode
+        if is_mixed:
+            if agreed is not None or step.query_lens.max() <= MIN_QUERIES:
+                return None
+            count = wanted = step.num_tokens
+        graphs = self._mixed if is_mixed else self._decodes
+        size = graphs.size_for(wanted)
+        if not size:
             return None
-        size = self._size_for[wanted]
-        tensors = self._inputs.tensors(step, num_rows=size)
-        graph = self._graphs[size]
+        tensors = self._inputs.tensors(step, **self._padding(size, is_mixed))
+        graph = graphs.by_size[size]
         graph.replay()
         return graph.output[:count], tensors
 

@@ -44,7 +44,7 @@ class DeviceInputs:
         runtime: DeviceRuntime,
     ) -> None:
         num_groups, num_slots, max_blocks = batch.block_tables.shape
-        rows = num_slots
+        rows = self.num_slots = num_slots
         max_num_tokens = max(max_num_tokens, rows)
         self._batch = batch
         self._block_size = block_size
@@ -72,20 +72,30 @@ class DeviceInputs:
         self._step_tables = torch.zeros(rows, num_groups, self._width, dtype=torch.int32, device=device)
         self._sampled_slots: torch.Tensor | None = None
 
-    def tensors(self, step: StepArrays, *, num_rows: int | None = None) -> StepTensors:
+    def tensors(
+        self, step: StepArrays, *, num_rows: int | None = None, num_tokens: int | None = None
+    ) -> StepTensors:
         """Return the tensors of a step.
 
         Args:
-            num_rows: of a step of decodes only: pad it to this number of requests, at most the number of slots, by
-                requests without tokens and tokens that belong to none. Default: no padding.
+            num_rows: pad the step to this number of requests, at most the number of slots, by requests without tokens,
+                which follow the others. Default: no padding.
+            num_tokens: pad it to this number of tokens, by tokens that belong to no request, which follow the others;
+                default: one for each request that is padding, of a step of decodes only. If it is given, the metadata
+                bounds the tokens of a request by it, instead of by what the host knows of the step.
         """
         count, num_groups = len(step.slots), len(self._batch.block_tables)
         padding = 0 if num_rows is None else num_rows - count
-        assert not padding or step.num_decodes == count, "only decodes are padded"
+        token_padding = padding if num_tokens is None else num_tokens - step.num_tokens
+        is_mixed = num_tokens is not None
+        assert is_mixed or not padding or step.num_decodes == count, (
+            "only decodes are padded by requests alone"
+        )
+        assert min(padding, token_padding) >= 0, "a step is larger than what it is padded to"
         updates = self._take_updates(count + padding)
         staging = self._staging
         staging.begin()
-        token_index, positions, slot_mappings = self._put_tokens(step, padding)
+        token_index, positions, slot_mappings = self._put_tokens(step, token_padding)
         starts = np.empty(count + padding + 1, np.int32)
         starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, step.ends, step.num_tokens
         lens = _padded(step.seq_lens, padding, 0).astype(np.int32)
@@ -107,13 +117,13 @@ class DeviceInputs:
         staging.send()
 
         self._tables.view(-1).index_copy_(0, entries, blocks)
-        token_ids = self._token_ids[: step.num_tokens + padding]
+        token_ids = self._token_ids[: step.num_tokens + token_padding]
         torch.index_select(self._words, 0, token_index, out=token_ids)
         tables = self._step_tables[: count + padding]
         torch.index_select(self._tables, 0, slots, out=tables)
         metas = [
             AttentionMetadata(
-                num_decodes=step.num_decodes + padding,
+                num_decodes=step.num_decodes + (0 if is_mixed else padding),
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens,
                 positions=positions,
@@ -122,6 +132,7 @@ class DeviceInputs:
                 query_start_loc_cpu=starts,
                 seq_lens_cpu=lens,
                 key_ends=key_ends,
+                query_len_bound=num_tokens,
             )
             for group in range(num_groups)
         ]

@@ -34,7 +34,7 @@ from argosy_engine.models.registry import CausalLM
 from argosy_engine.native.library import allocate
 from argosy_engine.params import PoolingParams
 from argosy_engine.sample.sampler import SamplerOptions, score_prompt
-from argosy_engine.worker.cuda_graphs import DecodeGraphs, GraphApi, TorchGraphs
+from argosy_engine.worker.cuda_graphs import GraphApi, StepGraphs, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime, HostCopies
 from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs
@@ -185,6 +185,11 @@ class Pooler:
         """Add a request, whose parameters are resolved (`frontend.pooling.resolved_params`)."""
         self._params[request_id] = params
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request wants vectors. What it keeps of hidden states must outlive the step."""
+        return bool(self._params)
+
     def remove(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""
         self._params.pop(request_id, None)
@@ -297,7 +302,7 @@ class ModelRunner:
         can_lose_steps: whether a step for which there is no memory is answered as lost, rather than raised: only if no
             other worker computes it as well, because that one would wait for this one.
         num_states: blocks with states, if the model has any.
-        requires_graphs: whether CUDA graphs that cannot be captured are an error; see `DecodeGraphs`.
+        requires_graphs: whether CUDA graphs that cannot be captured are an error; see `StepGraphs`.
         images: what the model sees images by; None: only texts are served.
     """
 
@@ -360,7 +365,7 @@ class ModelRunner:
         self._logprobs_mode = sampling.logprobs_mode
         copies = None if runtime is None else HostCopies(runtime)
         self._pending_steps = PendingSteps(self.batch, self._inputs, copies, can_lose_steps=can_lose_steps)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.vocab_size = config.vocab_size
 
     @torch.inference_mode()
@@ -421,21 +426,30 @@ class ModelRunner:
         sizes: Sequence[int],
         api: GraphApi | None = None,
         on_captured: Callable[[], None] = lambda: None,
+        *,
+        mixed: Sequence[int] = (),
     ) -> bool:
-        """Capture the forward passes of decode steps as CUDA graphs; see `DecodeGraphs.capture`.
+        """Capture the forward passes of decode steps as CUDA graphs; see `StepGraphs.capture`.
 
         May be called again with more sizes. Needs a runtime, and no request.
 
         Args:
+            sizes: numbers of requests.
             api: default: torch's.
             on_captured: called after each.
+            mixed: numbers of tokens of mixed steps to capture; only for models whose forward pass depends on lengths
+                in its attention alone. They come first, being the largest.
+
+        Returns:
+            Whether all could be captured.
         """
         if self._graphs is None:
             assert isinstance(self._inputs, DeviceInputs)
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 self._inputs, self._forward, api or TorchGraphs(), is_required=self._requires_graphs
             )
-        return self._graphs.capture(sizes, on_captured)
+        has_mixed = not mixed or self._graphs.capture(mixed, on_captured, is_mixed=True)
+        return self._graphs.capture(sizes, on_captured) and has_mixed
 
     def _compute(self, arrays: StepArrays, step: Round | None) -> tuple[torch.Tensor, StepTensors]:
         """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from.
@@ -446,7 +460,9 @@ class ModelRunner:
         if self._pipeline is not None:
             self._pipeline.receive(arrays.num_tokens)
         images = self._images if self._images is not None and self._images.has_images(arrays) else None
-        computed = self._graphs.run(arrays, step) if self._graphs is not None and images is None else None
+        computed = None
+        if self._graphs is not None and images is None and not self.pooler.has_requests:
+            computed = self._graphs.run(arrays, step)
         if computed is None:
             tensors = self._inputs.tensors(arrays)
             if images is not None:

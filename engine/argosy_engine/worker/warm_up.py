@@ -41,6 +41,7 @@ def measure_activations(
     device: torch.device,
     memory: DeviceMemory,
     graph_sizes: Sequence[int] = (),
+    mixed_sizes: Sequence[int] = (),
 ) -> int:
     """Measure the bytes needed on a CUDA device besides weights and KV cache.
 
@@ -49,6 +50,7 @@ def measure_activations(
     Args:
         runner: makes a ModelRunner from (num_blocks, max_model_len).
         graph_sizes: decode steps that will be captured; ascending.
+        mixed_sizes: mixed steps that will be captured, by their tokens; ascending.
         memory: the device's memory before anything was loaded.
 
     Raises:
@@ -68,6 +70,7 @@ def measure_activations(
         ) from None
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
+    peak += _measure_graphs(profiled, mixed_sizes, device, is_mixed=True)
     peak += _measure_graphs(profiled, graph_sizes, device)
     del profiled
     gc.collect()  # a runner and its graphs refer to each other
@@ -77,8 +80,10 @@ def measure_activations(
     return peak + max(libraries, 0)
 
 
-def _measure_graphs(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
-    """Return the bytes that CUDA graphs of these sizes will take.
+def _measure_graphs(
+    runner: ModelRunner, sizes: Sequence[int], device: torch.device, *, is_mixed: bool = False
+) -> int:
+    """Return the bytes that CUDA graphs of these sizes will take, beside those that the runner has.
 
     All of them share the memory of intermediate results, which the largest determines, and take some each. So the two
     largest are captured, and the second counts for all others. Design: vLLM's `profile_cudagraph_memory`.
@@ -86,7 +91,7 @@ def _measure_graphs(runner: ModelRunner, sizes: Sequence[int], device: torch.dev
     used = []
     for size in list(reversed(sizes))[:2]:
         free, _ = torch.cuda.mem_get_info(device)
-        if not runner.capture_graphs([size]):
+        if not (runner.capture_graphs([], mixed=[size]) if is_mixed else runner.capture_graphs([size])):
             return 0
         torch.cuda.empty_cache()
         left, _ = torch.cuda.mem_get_info(device)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import torch
 
 from argosy_engine.attention.kv_cache_spec import KVCacheGroup
+from argosy_engine.attention.params import LatentAttentionParams
 from argosy_engine.attention.selector import (
     BIDIRECTIONAL_BACKENDS,
     AttentionNeeds,
@@ -46,6 +48,7 @@ from argosy_engine.model_configs.sharding import Sharding, Stage
 from argosy_engine.model_configs.transformers_config import TransformersConfig
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config
 from argosy_engine.models.loader import LoadedModel, complete_config, load_model
+from argosy_engine.native.build import ENVIRONMENT_VARIABLE
 from argosy_engine.native.library import Kernels, kernels, kernels_for
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sample.logits_processor import load_logits_processors, source_digest
@@ -62,7 +65,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
 )
 from argosy_engine.sizing.resources import DeviceMemory, choose_dtype, cpu_memory
 from argosy_engine.worker.compilation import LayerCompilation, start_compilation
-from argosy_engine.worker.cuda_graphs import graph_sizes
+from argosy_engine.worker.cuda_graphs import graph_sizes, mixed_graph_sizes
 from argosy_engine.worker.model_runner import ModelRunner, Pipeline
 from argosy_engine.worker.pending_step import PendingStep
 from argosy_engine.worker.warm_up import measure_activations, warm_up
@@ -196,6 +199,7 @@ class Worker:
             if device.type == "cpu":  # the kernels were tested when they were built
                 self._backend = select_backend(needs, args.attention_backend, unavailable)
             else:
+                _start_kernels_directly(device)  # before the tests of what is launched
                 chosen = working_backend(
                     needs,
                     args.attention_backend,
@@ -274,6 +278,7 @@ class Worker:
                     device,
                     memory,
                     self._graph_sizes(),
+                    self._mixed_graph_sizes(),
                 )
         activation_bytes += encoder_cache_bytes(args, config, dtype.itemsize)
         with self._phase("kv cache"):
@@ -307,9 +312,9 @@ class Worker:
                     self._counted("warm-up"),
                     has_tiles=config.num_routed_experts > 0 or bool(packed) or is_fp8,
                 )
-        if sizes := self._graph_sizes():
+        if self._graph_sizes():
             with self._phase("graphs"):
-                self._runner.capture_graphs(sizes, on_captured=self._counted("graphs"))
+                self._capture_graphs(self._runner)
         return WorkerInfo(
             model_path=str(self._path),
             model_fingerprint=self._fingerprint,
@@ -365,8 +370,8 @@ class Worker:
             del runner
             self.sleep(1)
             raise ConfigError(failure)
-        if sizes := self._graph_sizes():
-            runner.capture_graphs(sizes, on_captured=self._counted("graphs"))
+        if self._graph_sizes():
+            self._capture_graphs(runner)
         self._runner = runner
 
     def _reload(self) -> ModelRunner:
@@ -482,6 +487,28 @@ class Worker:
             return []  # which requests are computed together depends on where each begins
         return graph_sizes(self.args, self._device.type, self._backend.name)
 
+    def _mixed_graph_sizes(self) -> list[int]:
+        """Return the mixed steps to capture, by number of tokens."""
+        config, reason = self._config, None
+        if isinstance(config, TransformersConfig):
+            reason = "transformers' code may depend on the lengths of prompts"
+        elif config.vision is not None:
+            reason = "images change what prompts read"
+        elif config.pooling is not None:
+            reason = "vectors outlive the step that computes them"
+        elif config.state_layers:
+            reason = "layers with states divide prompts by their lengths"
+        elif any(isinstance(layer, LatentAttentionParams) for layer in config.attention_layers):
+            reason = "latent attention computes long prompts one by one"
+        elif self._exchange is not None:
+            reason = "engine cores that share experts agree on decodes only"
+        return mixed_graph_sizes(self.args, self._device.type, self._backend.name, reason)
+
+    def _capture_graphs(self, runner: ModelRunner) -> None:
+        runner.capture_graphs(
+            self._graph_sizes(), on_captured=self._counted("graphs"), mixed=self._mixed_graph_sizes()
+        )
+
     def _make_runner(
         self, loaded: LoadedModel, num_blocks: int, max_model_len: int, num_states: int = 2
     ) -> ModelRunner:
@@ -558,6 +585,16 @@ def choose_device(wanted: str, rank: int, world_size: int) -> torch.device:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _start_kernels_directly(device: torch.device) -> None:
+    """Start our Triton kernels by the driver, where that works; see `triton_kernels.direct_launch`."""
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "0":
+        logger.info("kernels are started by Triton's launcher (%s=0)", ENVIRONMENT_VARIABLE)
+    elif find_spec("triton") is not None:
+        from argosy_engine.triton_kernels.direct_launch import use_direct_launches
+
+        use_direct_launches(device)
 
 
 def _cuda_memory(device: torch.device) -> DeviceMemory:

@@ -137,6 +137,7 @@ class MediaLoader:
         self._permits = permits
         self._timeout_s = timeout_s
         self._ssl = certificates
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
 
     async def load(self, url: str, where: str) -> Media:
@@ -155,6 +156,8 @@ class MediaLoader:
                     return decode_data_url(url, where)
                 return await asyncio.to_thread(decode_data_url, url, where)
             case "http" | "https":
+                if self._loop is not (loop := asyncio.get_running_loop()):  # offline, each call has one
+                    self._loop, self._fetches = loop, asyncio.Semaphore(MAX_FETCHES)
                 async with self._fetches:
                     return await self._fetch(url, where)
             case "file":

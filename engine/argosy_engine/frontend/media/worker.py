@@ -36,6 +36,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from argosy_engine.checkpoint.fingerprint import OF_IMAGES
 from argosy_engine.errors import installation
 from argosy_engine.messages import MediaTensor
 from argosy_engine.osproc import die_with_parent, dump_stacks_on_signal, open_pidfd
@@ -224,9 +225,8 @@ def load_processor(args: ProcessorArgs) -> Processor:
     """
     hide_torch()
     folder = Path(args.model_path)
-    files = ("preprocessor_config.json", "processor_config.json")
-    if not any((folder / name).is_file() for name in files):
-        raise Refused(f"the model's folder has neither {files[0]} nor {files[1]}")
+    if not any((folder / name).is_file() for name in OF_IMAGES):
+        raise Refused(f"the model's folder has neither {' nor '.join(OF_IMAGES)}")
     processor = _construct(args)
     token = getattr(processor, "image_token", None)
     placeholder_id = tokenizer_id(processor.tokenizer, token) if isinstance(token, str) else None
