@@ -426,7 +426,7 @@ def _gate_up_experts(
         up_weight = gate_weight + inner * weight_stride
         gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if scale_ptr is not None:
+    if SCALE_BLOCK > 0 or IS_MXFP4:
         scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
     for start in range(0, hidden, BLOCK_K):
         if IS_MXFP4:
@@ -461,6 +461,7 @@ def _gate_up_experts(
                 gate = tl.dot(a, gate_b.to(a.dtype), gate, input_precision=PRECISION)
             up = tl.dot(a, up_b.to(a.dtype), up, input_precision=PRECISION)
     if scale_ptr is not None and SCALE_BLOCK == 0 and not IS_MXFP4:
+        scale = scale_ptr + expert * expert_scale_stride + gate_row * scale_stride
         if ACTIVATION != "relu2":
             gate *= tl.load(scale)[None, :]
             scale += inner * scale_stride
@@ -536,7 +537,7 @@ def _down_experts(
         stored = k
     weight = weight_ptr + expert * expert_stride + (n % hidden)[None, :] * weight_stride + stored[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if scale_ptr is not None:
+    if SCALE_BLOCK > 0 or IS_MXFP4:
         scale = scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride
     for start in range(0, inner, BLOCK_K):
         if IS_MXFP4:
@@ -557,7 +558,7 @@ def _down_experts(
         elif not IS_MXFP4:
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
     if scale_ptr is not None and SCALE_BLOCK == 0 and not IS_MXFP4:
-        total *= tl.load(scale)[None, :]
+        total *= tl.load(scale_ptr + expert * expert_scale_stride + (n % hidden) * scale_stride)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert * hidden + n % hidden).to(tl.float32)[None, :]
     pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
