@@ -132,6 +132,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "fields": {"num_image_tokens": 4, "vision_feature_select_strategy": "full",
                    "vision_aspect_ratio": "anyres_max_9"},
     },
+    "gemma3": {
+        "tokens": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>",
+                   "<end_of_image>"),
+        "image": "<image_soft_token>", "class": "Gemma3Processor",
+        "template": (
+            "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{% if c.type == 'image' %}"
+            "<start_of_image>{% elif c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n"
+            "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        ),
+        "processor": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
+        "fields": {"image_seq_length": 4},
+        "extra": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+                  "image_token": "<image_soft_token>"},
+    },
     "glm4v": {
         "tokens": ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|begin_of_image|>", "<|image|>",
                    "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
@@ -153,7 +168,9 @@ def make_folder(family: str, folder: Path, *, template: str | None = None) -> Pa
     own = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    lines = ("\u010a", "\u010a\u010a", "\u010a\u010a\u010a\u010a")  # ends of lines, which are joined
+    vocabulary = {text: number for number, text in enumerate((*alphabet, *lines[1:]))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(line, line) for line in lines[:2]]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own["tokens"]])

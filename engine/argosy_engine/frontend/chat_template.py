@@ -437,7 +437,12 @@ class ChatTemplate:
         try:
             text = self._rendered(**values, add_generation_prompt=request.add_generation_prompt)
             if images is not None:
-                text = text.replace(mark, images.info.image_text)
+                info = images.info
+                text = text.replace(mark, info.image_text)
+                if (
+                    info.before or info.after
+                ):  # every placeholder here is of an image: those of clients are hidden
+                    text = text.replace(info.image_token, f"{info.before}{info.image_token}{info.after}")
         except _TemplateRaised as error:
             raise InvalidRequest(str(error), param="messages") from None
         except Abandoned:

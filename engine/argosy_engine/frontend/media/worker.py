@@ -65,6 +65,8 @@ _TEXT_INPUTS: Final = frozenset(
 )
 """Outputs of processors that are about the text."""
 
+_PROBES: Final = ((64, 48), (900, 600))
+"""Sizes of the images that a processor is tried with."""
 _OWN_ARGUMENTS: Final = frozenset(("return_tensors", "device", "data_format", "input_data_format"))
 """Of processors, that are not a user's."""
 _AROUND: Final = {
@@ -99,6 +101,10 @@ class ProcessorInfo(Struct, frozen=True):
     """Whether an image becomes other tokens if there are several in a prompt (LLaVA-OneVision)."""
     marker_ids: list[int]
     """All tokens that images become, of those that were tried."""
+    before: str = ""
+    """Text that the processor puts before each image, whose tokens depend on the text before that (Gemma 3)."""
+    after: str = ""
+    """Likewise, behind it."""
     merge_size: int = 1
     """Patches by whose square the encoder has fewer outputs, for models with a grid."""
 
@@ -137,6 +143,8 @@ class Processor(NamedTuple):
     info: ProcessorInfo
     image_token_id: int
     kwargs: dict[str, Any]
+    edges: tuple[list[int], list[int]] = ([], [])
+    """Tokens of the texts before and after each image."""
 
     def process(self, image: Any, kwargs: Mapping[str, Any], *, is_among_others: bool) -> ImageResult:
         """Return the tokens and tensors of an image (PIL, RGB).
@@ -161,6 +169,12 @@ class Processor(NamedTuple):
                 "processor's arguments (--mm-processor-kwargs)"
             )
         token_ids = token_ids[: len(token_ids) // count]
+        first, last = self.edges
+        if token_ids[: len(first)] != first or token_ids[len(token_ids) - len(last) :] != last:
+            raise Refused(
+                "gets another text around it than other images; leave out the arguments that crop it"
+            )
+        token_ids = token_ids[len(first) : len(token_ids) - len(last)]
         return ImageResult(token_ids, token_ids.count(self.image_token_id), b"", inputs)
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,11 +251,11 @@ def load_processor(args: ProcessorArgs) -> Processor:
     around = [tokenizer_id(processor.tokenizer, each) for each in _AROUND.get(token, ())]
     text = "".join((_AROUND[token][0], token, _AROUND[token][1])) if around and None not in around else token
     merge_size = int(getattr(processor.image_processor, "merge_size", 1))
-    info = ProcessorInfo(name, token, text, placeholder_id, False, [], merge_size)
+    info = ProcessorInfo(name, token, text, placeholder_id, False, [], merge_size=merge_size)
     made = Processor(processor, info, args.image_token_id, {})
     try:
         made = made._replace(kwargs=made.arguments(args.kwargs))
-        info = _probed(made, processor.tokenizer)
+        made = _probed(made, processor.tokenizer)
     except Refused as error:
         if args.kwargs:
             raise BadArguments(str(error)) from None
@@ -250,7 +264,7 @@ def load_processor(args: ProcessorArgs) -> Processor:
         if args.kwargs:
             raise BadArguments(f"{type(error).__name__}: {str(error)[:512]}") from None
         raise
-    return made._replace(info=info)
+    return made
 
 
 def tokenizer_id(tokenizer: Any, token: str) -> int | None:
@@ -259,8 +273,11 @@ def tokenizer_id(tokenizer: Any, token: str) -> int | None:
     return found if isinstance(found, int) and found in tokenizer.added_tokens_decoder else None
 
 
-def _probed(processor: Processor, tokenizer: Any) -> ProcessorInfo:
+def _probed(processor: Processor, tokenizer: Any) -> Processor:
     """Find out by examples whether images can be processed one by one, and which tokens they become.
+
+    What is added to a vocabulary splits a text, so the tokens between the first and the last added one of an image are
+    the same in every text. What is around them is text of the prompt (`ProcessorInfo.before`).
 
     Raises:
         Refused: they cannot.
@@ -270,10 +287,19 @@ def _probed(processor: Processor, tokenizer: Any) -> ProcessorInfo:
     info = processor.info
     markers: set[int] = {info.placeholder_id, processor.image_token_id}
     depends = False
-    for size in ((64, 48), (900, 600)):
+    for size in _PROBES:
         image = Image.new("RGB", size, (90, 120, 150))
-        alone = _numbers(processor, [image])
+        whole = _numbers(processor, [image])
         added = tokenizer.added_tokens_decoder
+        places = [index for index, token_id in enumerate(whole) if token_id in added]
+        if not places:
+            raise Refused("the tokens of an image in a prompt depend on the text around it")
+        alone = whole[places[0] : places[-1] + 1]
+        edges = whole[: places[0]], whole[places[-1] + 1 :]
+        if size == _PROBES[0]:
+            processor = processor._replace(edges=edges)
+        elif edges != processor.edges:
+            raise Refused("the text around an image depends on its size")
         first, last, own = (added.get(each) for each in (alone[0], alone[-1], info.placeholder_id))
         if first is None or last is None or own is None:
             raise Refused("the tokens of an image in a prompt depend on the text around it")
@@ -283,12 +309,30 @@ def _probed(processor: Processor, tokenizer: Any) -> ProcessorInfo:
             raise Refused("its images become none of the tokens that config.json says")
         pair = _numbers(processor, [image, image])
         three = _numbers(processor, [image, image, image])
-        among = pair[: len(pair) // 2]
-        if pair != among * 2 or three != among * 3:
+        among = alone if any(edges) else pair[: len(pair) // 2]
+        is_once = _count(among, pair) == 2 and _count(among, three) == 3
+        if not is_once or (not any(edges) and (pair != among * 2 or three != among * 3)):
             raise Refused("the tokens of an image depend on how many there are")
         depends = depends or alone != among
         markers.update(token_id for token_id in (*alone, *among) if token_id in added)
-    return msgspec.structs.replace(info, depends_on_others=depends, marker_ids=sorted(markers))
+    before, after = (tokenizer.decode(ids) if ids else "" for ids in processor.edges)
+    for text, ids in zip((before, after), processor.edges, strict=True):
+        if text and tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
+            raise Refused("the text around an image is none that its tokens say")
+    info = msgspec.structs.replace(
+        info, depends_on_others=depends, marker_ids=sorted(markers), before=before, after=after
+    )
+    return processor._replace(info=info)
+
+
+def _count(part: list[int], whole: list[int]) -> int:
+    """Return how often a list is in another one, without overlaps."""
+    found = start = 0
+    while start <= len(whole) - len(part):
+        is_there = whole[start : start + len(part)] == part
+        found += is_there
+        start += len(part) if is_there else 1
+    return found
 
 
 def _numbers(processor: Processor, images: list[Any]) -> list[int]:
