@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from argosy_engine.errors import InvalidRequest
-from argosy_engine.frontend.media.worker import ImageJob, ImageResult, Processor, UnusableImage, decode
+from argosy_engine.frontend.media.worker import ImageJob, ImageRefused, ImageResult, Processor, decode
 from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.resolved_config import MediaConfig, MemoryBudget, ResolvedConfig
 
@@ -247,7 +247,7 @@ class InProcessPool:
         try:
             image, digest = decode(data, job.format, job.background)
             result = self.processor.process(image, job.kwargs, is_among_others=job.is_among_others)
-        except UnusableImage as error:
+        except ImageRefused as error:
             raise InvalidRequest(f"{where}: the image {error}", param=where) from None
         return msgspec.structs.replace(result, pixels=digest)
 

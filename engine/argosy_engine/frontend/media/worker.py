@@ -128,7 +128,7 @@ class ImageResult(Struct, frozen=True):
     inputs: dict[str, MediaTensor]
 
 
-class UnusableImage(Exception):
+class ImageRefused(Exception):
     """The image, or what is asked of it, cannot be processed; the message is for the client."""
 
 
@@ -153,7 +153,7 @@ class Processor(NamedTuple):
             is_among_others: whether the prompt has further images.
 
         Raises:
-            UnusableImage: the processor does.
+            ImageRefused: the processor does.
         """
         count = 2 if is_among_others and self.info.depends_on_others else 1
         outputs = self._run([image] * count, {**self.kwargs, **self.arguments(kwargs)})
@@ -164,14 +164,14 @@ class Processor(NamedTuple):
                 value = value[:1]  # of the first image; the other is the same once more
             inputs[name] = tensor_of(value)
         if sum(len(tensor.data) for tensor in inputs.values()) > MAX_RESULT_BYTES:
-            raise UnusableImage(
+            raise ImageRefused(
                 f"becomes more than {MAX_RESULT_BYTES >> 20} MiB of patches; send a smaller one, or bound them by the "
                 "processor's arguments (--mm-processor-kwargs)"
             )
         token_ids = token_ids[: len(token_ids) // count]
         first, last = self.edges
         if token_ids[: len(first)] != first or token_ids[len(token_ids) - len(last) :] != last:
-            raise UnusableImage(
+            raise ImageRefused(
                 "gets another text around it than other images; leave out the arguments that crop it"
             )
         token_ids = token_ids[len(first) : len(token_ids) - len(last)]
@@ -181,13 +181,13 @@ class Processor(NamedTuple):
         """Return arguments as the processor takes them.
 
         Raises:
-            UnusableImage: it has no such argument; it would leave it out.
+            ImageRefused: it has no such argument; it would leave it out.
         """
         image_processor = self.call.image_processor
         known = set(image_processor.valid_kwargs.__annotations__) - _OWN_ARGUMENTS
         for name in given:
             if name not in known:
-                raise UnusableImage(
+                raise ImageRefused(
                     f"has no argument {name[:64]!r} of {self.info.name}; there is {', '.join(sorted(known))}"
                 )
         kwargs = dict(given)
@@ -218,14 +218,14 @@ def tensor_of(value: Any) -> MediaTensor:
     """Return a numpy array as it is sent.
 
     Raises:
-        UnusableImage: it is not of a dtype that is.
+        ImageRefused: it is not of a dtype that is.
     """
     import numpy as np
 
     if value.dtype == np.float64:
         value = value.astype(np.float32)
     if value.dtype.name not in ("float32", "float16", "uint8", "int32", "int64", "bool"):
-        raise UnusableImage(f"becomes numbers of type {value.dtype.name}, which no encoder reads")
+        raise ImageRefused(f"becomes numbers of type {value.dtype.name}, which no encoder reads")
     return MediaTensor(value.dtype.name, tuple(value.shape), np.ascontiguousarray(value).tobytes())
 
 
@@ -233,19 +233,19 @@ def load_processor(args: ProcessorArgs) -> Processor:
     """Load a model's processor.
 
     Raises:
-        UnusableImage: the folder has none, transformers has not its class, or its prompts cannot be made piece by piece.
+        ImageRefused: the folder has none, transformers has not its class, or its prompts cannot be made piece by piece.
         BadArguments: it does not take those of the flag.
         OSError, ValueError, ImportError: transformers cannot load it.
     """
     hide_torch()
     folder = Path(args.model_path)
     if not any((folder / name).is_file() for name in OF_IMAGES):
-        raise UnusableImage(f"the model's folder has neither {' nor '.join(OF_IMAGES)}")
+        raise ImageRefused(f"the model's folder has neither {' nor '.join(OF_IMAGES)}")
     processor = _construct(args)
     token = getattr(processor, "image_token", None)
     placeholder_id = tokenizer_id(processor.tokenizer, token) if isinstance(token, str) else None
     if placeholder_id is None:
-        raise UnusableImage("its processor has no token that stands for an image")
+        raise ImageRefused("its processor has no token that stands for an image")
     assert isinstance(token, str)
     name = type(processor).__mro__[1].__name__
     around = [tokenizer_id(processor.tokenizer, each) for each in _AROUND.get(token, ())]
@@ -256,7 +256,7 @@ def load_processor(args: ProcessorArgs) -> Processor:
     try:
         made = made._replace(kwargs=made.arguments(args.kwargs))
         made = _probed(made, processor.tokenizer)
-    except UnusableImage as error:
+    except ImageRefused as error:
         if args.kwargs:
             raise BadArguments(str(error)) from None
         raise
@@ -280,7 +280,7 @@ def _probed(processor: Processor, tokenizer: Any) -> Processor:
     the same in every text. What is around them is text of the prompt (`ProcessorInfo.before`).
 
     Raises:
-        UnusableImage: they cannot.
+        ImageRefused: they cannot.
     """
     from PIL import Image
 
@@ -293,32 +293,32 @@ def _probed(processor: Processor, tokenizer: Any) -> Processor:
         added = tokenizer.added_tokens_decoder
         places = [index for index, token_id in enumerate(whole) if token_id in added]
         if not places:
-            raise UnusableImage("the tokens of an image in a prompt depend on the text around it")
+            raise ImageRefused("the tokens of an image in a prompt depend on the text around it")
         alone = whole[places[0] : places[-1] + 1]
         edges = whole[: places[0]], whole[places[-1] + 1 :]
         if size == _PROBES[0]:
             processor = processor._replace(edges=edges)
         elif edges != processor.edges:
-            raise UnusableImage("the text around an image depends on its size")
+            raise ImageRefused("the text around an image depends on its size")
         first, last, own = (added.get(each) for each in (alone[0], alone[-1], info.placeholder_id))
         if first is None or last is None or own is None:
-            raise UnusableImage("the tokens of an image in a prompt depend on the text around it")
+            raise ImageRefused("the tokens of an image in a prompt depend on the text around it")
         if first.lstrip != own.lstrip or last.rstrip != own.rstrip:
-            raise UnusableImage("the white space around an image depends on what it becomes")
+            raise ImageRefused("the white space around an image depends on what it becomes")
         if processor.image_token_id not in alone:
-            raise UnusableImage("its images become none of the tokens that config.json says")
+            raise ImageRefused("its images become none of the tokens that config.json says")
         pair = _numbers(processor, [image, image])
         three = _numbers(processor, [image, image, image])
         among = alone if any(edges) else pair[: len(pair) // 2]
         is_once = _count(among, pair) == 2 and _count(among, three) == 3
         if not is_once or (not any(edges) and (pair != among * 2 or three != among * 3)):
-            raise UnusableImage("the tokens of an image depend on how many there are")
+            raise ImageRefused("the tokens of an image depend on how many there are")
         depends = depends or alone != among
         markers.update(token_id for token_id in (*alone, *among) if token_id in added)
     before, after = (tokenizer.decode(ids) if ids else "" for ids in processor.edges)
     for text, ids in zip((before, after), processor.edges, strict=True):
         if text and tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
-            raise UnusableImage("the text around an image is none that its tokens say")
+            raise ImageRefused("the text around an image is none that its tokens say")
     info = msgspec.structs.replace(
         info, depends_on_others=depends, marker_ids=sorted(markers), before=before, after=after
     )
@@ -382,7 +382,7 @@ def _class_of(args: ProcessorArgs) -> Any:
     if name not in names.values():
         name = names.get(args.model_type)
     if name is None:
-        raise UnusableImage(f"transformers has no processor for models of type {args.model_type}")
+        raise ImageRefused(f"transformers has no processor for models of type {args.model_type}")
     plain = name.lower().replace("_", "").removesuffix("processor")
     for model_type in names:
         if model_type.replace("_", "") == plain:
@@ -393,18 +393,18 @@ def _class_of(args: ProcessorArgs) -> Any:
             if hasattr(module, "num2words") and module.num2words is None:
                 module.num2words = _no_words  # of videos, whose lengths it writes in words
             return getattr(module, name)
-    raise UnusableImage(f"transformers has no {name}")
+    raise ImageRefused(f"transformers has no {name}")
 
 
 def _no_words(number: int) -> str:
-    raise UnusableImage("has parts that are no images")
+    raise ImageRefused("has parts that are no images")
 
 
 def decode(data: bytes, kind: str, background: tuple[int, int, int]) -> tuple[Any, bytes]:
     """Return an image (PIL, RGB, turned as its EXIF data say; of an animation the first frame) and the digest of it.
 
     Raises:
-        UnusableImage: it is damaged, or too large.
+        ImageRefused: it is damaged, or too large.
     """
     import warnings
 
@@ -416,21 +416,21 @@ def decode(data: bytes, kind: str, background: tuple[int, int, int]) -> tuple[An
         image: Any = Image.open(io.BytesIO(data), formats=[kind.upper()])
         width, height = image.size
         if width * height > MAX_PIXELS:
-            raise UnusableImage(
+            raise ImageRefused(
                 f"has {width} x {height} pixels, more than {MAX_PIXELS} in all; send a smaller one"
             )
         if max(width, height) > MAX_ASPECT * min(width, height):
-            raise UnusableImage(
+            raise ImageRefused(
                 f"has {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other"
             )
         image.load()
         image = ImageOps.exif_transpose(image)
         image = _on_background(image, background)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise UnusableImage(f"has more than {MAX_PIXELS} pixels; send a smaller one") from None
+        raise ImageRefused(f"has more than {MAX_PIXELS} pixels; send a smaller one") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, AttributeError, OverflowError,
             ZeroDivisionError):  # fmt: skip  # of Pillow's readers on damaged files
-        raise UnusableImage("is damaged, or cut off: it cannot be decoded") from None
+        raise ImageRefused("is damaged, or cut off: it cannot be decoded") from None
     digest = hashlib.blake2b(f"{image.mode} {image.size[0]} {image.size[1]} ".encode(), digest_size=16)
     digest.update(image.tobytes())
     return image, digest.digest()
@@ -465,7 +465,7 @@ def serve(control: socket.socket) -> None:
     args = msgspec.msgpack.decode(receive(control), type=ProcessorArgs)
     try:
         processor = load_processor(args)
-    except UnusableImage as error:
+    except ImageRefused as error:
         answer(control, REFUSED, str(error))
         return
     except BadArguments as error:
@@ -534,7 +534,7 @@ def _work(connection: socket.socket, processor: Processor) -> None:
         image, digest = decode(data, job.format, job.background)
         result = processor.process(image, job.kwargs, is_among_others=job.is_among_others)
         made: tuple[bytes, Any] = DONE, msgspec.structs.replace(result, pixels=digest)
-    except UnusableImage as error:
+    except ImageRefused as error:
         made = REFUSED, str(error)
     except MemoryError:
         made = (
