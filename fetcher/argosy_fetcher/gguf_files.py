@@ -1,8 +1,8 @@
 """GGUF files of a repository: which one a quantisation means, and how many of a file's bytes are its header.
 
-Must not know sources or what reads the files. Invariant: a quantisation means exactly one file, or is refused with
-those that there are. Names of files are llama.cpp's convention, MODEL-QUANT[-00001-of-0000N].gguf, in any case and with
-`.` or `_` for `-` (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+Must not know sources or what reads the files. Invariant: a quantisation means exactly one file, which may be in parts,
+or is refused with those that there are. Names of files are llama.cpp's convention, MODEL-QUANT[-00001-of-0000N].gguf,
+in any case and with `.` or `_` for `-` (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
@@ -20,6 +20,8 @@ from argosy_fetcher.errors import UnsupportedModel
 SUFFIX: Final = ".gguf"
 _MAX_LISTED: Final = 40
 """Quantisations that a message lists; the largest repositories have about thirty."""
+_MAX_PARTS: Final = 1000
+"""Several times those of the largest models."""
 _NOT_THE_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 """In the names of projectors of images, and of statistics of which quantisations are made."""
 _PART: Final = re.compile(r"-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})$")
@@ -30,17 +32,20 @@ _LABEL: Final = re.compile(
 )
 
 
-def choose_gguf(source: str, quantization: str, paths: Iterable[str]) -> str:
-    """Return the path of the one file that a quantisation means.
+def choose_gguf(source: str, quantization: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the path of the one file that a quantisation means, or of all its parts in their order.
 
     Args:
         source: its name, for messages.
-        quantization: such as Q4_K_M; any end of a file's name does, to the name's beginning or a `-`, `.` or `_`.
+        quantization: such as Q4_K_M; any end of a file's name does, to the name's beginning or a `-`, `.` or `_`. With
+            `.gguf` at its end it is the name of a file, or of one of its parts.
         paths: of all files.
 
     Raises:
-        UnsupportedModel: no file has it, several have it, or it is in several parts.
+        UnsupportedModel: no file has it, several have it, or parts of it are missing.
     """
+    if quantization.endswith(SUFFIX):
+        return _complete(source, part_paths(quantization), set(paths), "")
     wanted, files = quantization.upper(), _models(paths)
     stems = {path: _stem(path).upper() for path in files}
     found = [path for path in files if _label(path) == wanted] or [
@@ -51,35 +56,58 @@ def choose_gguf(source: str, quantization: str, paths: Iterable[str]) -> str:
     repository = source.partition("?")[0].removesuffix(f":{quantization}")
     if not found:
         raise UnsupportedModel(f"{source} has no GGUF file of this quantisation{_there(repository, files)}")
-    whole = [path for path in found if not _is_part(path)]
-    if not whole:
-        raise UnsupportedModel(
-            f"{source} is in {len(found)} parts, which are not joined: download them, join them with "
-            f"`llama-gguf-split --merge` and serve the file, or take another{_there(repository, files)}"
-        )
+    whole: list[tuple[str, ...]] = [(path,) for path in found if not _is_part(path)]
+    whole = whole or list(dict.fromkeys(map(part_paths, found)))
     if len(whole) > 1:
-        names = ", ".join(ascii(path[:200]) for path in whole[:4])
+        names = ", ".join(ascii(each[0][:200]) for each in whole[:4])
         raise UnsupportedModel(
             f"{source} means {len(whole)} files: {names}; give more of the end of a name, such as "
-            f"{repository}:{_stem(whole[0])}{_there(repository, files)}"
+            f"{repository}:{_stem(whole[0][0])}{_there(repository, files)}"
         )
-    return whole[0]
+    return _complete(source, whole[0], set(files), f"; use another revision{_there(repository, files)}")
+
+
+def _complete(source: str, parts: tuple[str, ...], paths: Container[str], remedy: str) -> tuple[str, ...]:
+    missing = [path for path in parts if path not in paths]
+    if missing:
+        raise UnsupportedModel(
+            f"{source} is in {len(parts)} parts, of which {missing[0][:200]!a} and {len(missing) - 1} more are not "
+            f"there{remedy}"
+        )
+    return parts
+
+
+def part_paths(path: str) -> tuple[str, ...]:
+    """Return the paths of all parts of the file that one belongs to, in their order; of a whole file its own.
+
+    Raises:
+        UnsupportedModel: its name says that there are more than any model has.
+    """
+    stem = path.removesuffix(SUFFIX)
+    part = _PART.search(stem)
+    if part is None:
+        return (path,)
+    count = int(part["count"])
+    if not 1 <= int(part["number"]) <= count <= _MAX_PARTS:
+        raise UnsupportedModel(
+            f"{path[:200]!a} is no part of at most {_MAX_PARTS}, which its name says; rename it"
+        )
+    return tuple(
+        f"{stem[: part.start()]}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)
+    )
 
 
 def quantizations(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the quantisations of which there is a whole file, or the name of a file that has none."""
-    return tuple(sorted({_label(path) or _stem(path) for path in _models(paths) if not _is_part(path)}))
+    """Return the quantisations that there are, or the name of a file that has none."""
+    return tuple(sorted({_label(path) or _stem(path) for path in _models(paths)}))
 
 
 def _there(repository: str, files: Iterable[str]) -> str:
-    files = tuple(files)
     names = quantizations(files)
-    parts = sorted({_label(path) or _stem(path) for path in files if _is_part(path)} - {*names})
-    if not names and not parts:
+    if not names:
         return "; it has no GGUF files of a model"
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    whole = f"; there are {', '.join(names[:_MAX_LISTED])}{more}: {repository}:QUANT" if names else ""
-    return whole + (f"; in several parts: {', '.join(parts[:_MAX_LISTED])}" if parts else "")
+    return f"; there are {', '.join(names[:_MAX_LISTED])}{more}: {repository}:QUANT"
 
 
 def gguf_remedy(repository: str, paths: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from argosy_fetcher.selection import (
     select,
 )
 from argosy_fetcher.source import HEX_DIGITS, MAX_FILES, RemoteFile, Snapshot, Source
-from argosy_fetcher.source_uri import quantization_of
+from argosy_fetcher.source_uri import gguf_of
 from argosy_fetcher.store import Store
 from argosy_fetcher.store_index import PACKED, UNPACKED, StoredFile, StoredModel, is_revision
 from argosy_fetcher.transfer import TaskQueue, Transfer, TransferSettings
@@ -373,7 +373,7 @@ def fetch_configs(
     def attempts(what: str) -> Attempts:
         return Attempts(f"{source.name}: {what}", RetryPolicy(), note)
 
-    if quantization_of(source.name):
+    if gguf_of(source.name):
         return None
     snapshot = checked_snapshot(retrying(attempts("list of files"), source.snapshot), source.name)
     if any(file.packing != "none" for file in snapshot.files):
@@ -449,9 +449,11 @@ def fetch_headers(
         )
     read_small = cache(reader.read_small)
     files = select(snapshot, read_small, check_config)
-    if quantization_of(source.name):
+    if gguf_of(source.name):
+        _check_bounds(source.name, files)
         with disk_errors(source.name, directory):
-            reader.store_gguf_header(files[0], directory / files[0].path.rpartition("/")[2])
+            for file in files:
+                reader.store_gguf_header(file, directory / file.path.rpartition("/")[2])
         return snapshot
     weights = [file for file in files if file.path.endswith(".safetensors")]
     _check_bounds(source.name, weights)
@@ -507,7 +509,6 @@ class _HeaderReader:
 
     def store_gguf_header(self, file: RemoteFile, path: Path) -> None:
         """Write the header of a GGUF file and the tensor that its rotation is computed from, with holes around."""
-        _check_bounds(self._source.name, [file])
         refusal = UnsupportedModel(
             f"{self._source.name}: {file.path} is not a GGUF file of version 2 or 3, or its header has more than "
             f"{MAX_HEADER_BYTES} bytes; use another revision"
@@ -524,6 +525,7 @@ class _HeaderReader:
                 if len(data) >= min(file.size, MAX_HEADER_BYTES):
                     raise refusal from None
                 stop = min(2 * len(data), MAX_HEADER_BYTES)
+        self._reserve(header.num_bytes)
         start, end = header.tensors.get(ROTATION, (0, 0))
         if end > file.size or end - start > _MAX_ROTATION_BYTES:
             raise refusal

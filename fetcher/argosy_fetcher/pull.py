@@ -45,7 +45,7 @@ from argosy_fetcher.selection import (
     select,
 )
 from argosy_fetcher.source import RemoteFile, Snapshot
-from argosy_fetcher.source_uri import SourceUri
+from argosy_fetcher.source_uri import SourceUri, gguf_of
 from argosy_fetcher.sources.registry import is_true, load_credentials, name_in_store, open_source
 from argosy_fetcher.store import ModelHold, Store, hold_model, make_room
 from argosy_fetcher.store_index import StoredModel, choose_root
@@ -289,13 +289,13 @@ def is_offline(environment: Mapping[str, str]) -> bool:
 
 
 def stored_gguf(uri: SourceUri, path: Path) -> Path:
-    """Return the GGUF file that a URI with a quantisation means, in a directory that `pull_model` returned.
+    """Return the GGUF file that a URI is (`is_gguf`), or its first part, in a directory that `pull_model` returned.
 
     Raises:
         UnsupportedModel: it is not there any more.
     """
     names = [file.relative_to(path).as_posix() for file in path.rglob(f"*{SUFFIX}")]
-    return path / choose_gguf(uri.name, uri.quantization, names)
+    return path / choose_gguf(uri.name, gguf_of(uri.name), names)[0]
 
 
 def find_cached_model(

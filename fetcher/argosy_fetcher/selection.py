@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from argosy_fetcher.errors import UnsupportedModel
 from argosy_fetcher.gguf_files import choose_gguf, gguf_remedy
 from argosy_fetcher.source import RemoteFile, Snapshot, check_path
-from argosy_fetcher.source_uri import quantization_of
+from argosy_fetcher.source_uri import gguf_of
 
 MAX_SMALL_FILE_BYTES: Final = 16 << 20
 """Bound on files that are read into memory. The index of a model with 100,000 tensors has 10 MB."""
@@ -72,7 +72,7 @@ def select(
     has_weights: bool = True,
 ) -> tuple[RemoteFile, ...]:
     """Return the files to fetch, small ones first. Of a source that names a quantisation it is one GGUF file, which has
-    config and tokenizer in it.
+    config and tokenizer in it and may be in parts.
 
     Args:
         read_small: returns a file's content, of at most `MAX_SMALL_FILE_BYTES`.
@@ -84,8 +84,8 @@ def select(
         FetchError, TransientError: from `read_small`.
     """
     files = {file.path: file for file in snapshot.files}
-    if quantization := quantization_of(snapshot.source):
-        return (files[check_path(choose_gguf(snapshot.source, quantization, files))],)
+    if gguf := gguf_of(snapshot.source):
+        return tuple(files[check_path(path)] for path in choose_gguf(snapshot.source, gguf, files))
     config = files.get(CONFIG)
     if config is None:
         raise UnsupportedModel(f"{snapshot.source} has no {CONFIG}{_config_remedy(snapshot.source, files)}")
@@ -226,7 +226,13 @@ def _weights_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
 def _gguf_remedy(source: str, files: Mapping[str, RemoteFile]) -> str:
     if source.startswith("hf://") and (remedy := gguf_remedy(source.partition("?")[0], files)):
         return remedy
-    return "; GGUF files are fetched from hubs only: serve one on this machine, or the repository that it was made from"
+    if source.startswith(("s3://", "gs://")):
+        name = next(path for path in sorted(files) if path.endswith(".gguf"))
+        return f"; it has GGUF files: add the name of one to the source, such as {name[:200]!a}"
+    return (
+        "; GGUF files are fetched from hubs and buckets: serve one on this machine, or the repository that it was made "
+        "from"
+    )
 
 
 def _another(source: str) -> str:

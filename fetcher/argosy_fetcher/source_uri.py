@@ -6,6 +6,7 @@ or raises has a credential in it: a URL's query may be a signature, and is neith
     hf://ORG/NAME[@REVISION]                 a repository of a Hugging Face hub
     hf://ORG/NAME:QUANT[@REVISION]           one GGUF file of it, as in llama.cpp and vLLM, such as :Q4_K_M
     s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX]
+    s3://BUCKET/PATH.gguf, gs://BUCKET/PATH.gguf    one GGUF file; of one in parts the first
     oci://HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]
     https://HOST[:PORT]/PATH/SHA256SUMS      a folder with a list of its files; http:// for loopback addresses only
     file://PATH, pvc://CLAIM/PATH, builtin://NAME    local, never fetched
@@ -71,6 +72,11 @@ class SourceUri(Struct, frozen=True):
     def is_remote(self) -> bool:
         """Whether the model has to be fetched."""
         return self.scheme in REMOTE
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is one GGUF file, and not a model in Hugging Face's layout."""
+        return bool(gguf_of(self.name))
 
     @property
     def name(self) -> str:
@@ -148,12 +154,15 @@ def from_argument(text: str) -> SourceUri:
     return _parse_hub(found[0])
 
 
-def quantization_of(source: str) -> str:
-    """Return the quantisation in a hub's source's canonical name, with or without an endpoint; empty if it has none."""
-    found = (
-        _HUB.fullmatch(source.partition("?")[0].removeprefix("hf://")) if source.startswith("hf://") else None
-    )
-    return (found["quantization"] or "") if found else ""
+def gguf_of(source: str) -> str:
+    """Return which GGUF file a source is, given its canonical name with or without an endpoint: of a hub the
+    quantisation, of a bucket the name of the file; empty if it is none."""
+    scheme, _, location = source.partition("://")
+    if scheme == "hf":
+        found = _HUB.fullmatch(location.partition("?")[0])
+        return (found["quantization"] or "") if found else ""
+    file = location.partition("?endpoint=")[0].rpartition("/")[2]
+    return file if scheme in _BUCKET and file.endswith(".gguf") else ""
 
 
 def _exists(text: str) -> bool:

@@ -43,9 +43,9 @@ _IPV6: Final = r"\[[0-9A-Fa-f:.]{2,45}\]"
 
 _GRAMMAR: Final[dict[str, tuple[str, str]]] = {
     "hf": (
-        rf"self.matches(r'^hf://{_HUB_NAME}/{_HUB_NAME}(@[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,254}})?$') && "
+        rf"self.matches(r'^hf://{_HUB_NAME}/{_HUB_NAME}(:{_HUB_NAME})?(@[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,254}})?$') && "
         r"!self.matches(r'@.*([.][.]|//|/$|[.]lock$)')",
-        "hf://ORG/NAME or hf://ORG/NAME@REVISION, a branch, a tag or a commit",
+        "hf://ORG/NAME or hf://ORG/NAME@REVISION, a branch, a tag or a commit; a GGUF file is hf://ORG/NAME:QUANT",
     ),
     "s3": (
         r"self.matches(r'^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?$') && !self.matches(r'^s3://[^/]*[.][.]')",
@@ -89,13 +89,6 @@ SOURCE_RULES: Final[dict[str, Any]] = rules_of(
         for scheme, (rule, form) in _GRAMMAR.items()
     ),
     Rule(
-        rule="!self.matches(r'^hf://[^@]+/[^@]*:')",
-        message=(
-            "hf://ORG/NAME:QUANT is for `argosy serve` alone, because pods have no room for the widened weights of a "
-            "GGUF file: name the repository that it was made from"
-        ),
-    ),
-    Rule(
         rule="!self.contains('/../') && !self.endsWith('/..')",
         message="must not contain '..' as a path segment",
     ),
@@ -106,6 +99,9 @@ SOURCE_RULES: Final[dict[str, Any]] = rules_of(
     Rule(rule=r"!self.matches(r'[\x00-\x1f\x7f-\x9f]')", message="must not contain control characters"),
 )
 """`extra_json_schema` of a source."""
+
+GGUF_PATTERN: Final = "^(hf://[^@]+/[^@]*:|(s3|gs)://.*[.]gguf/*$)"
+"""Matches the sources that are GGUF files; for CEL rules over other fields."""
 
 REMOTE_PATTERN: Final = f"^({'|'.join(REMOTE_SCHEMES)})://"
 """Begins the sources that are fetched; for CEL rules over other fields."""
@@ -222,20 +218,38 @@ class Model(Struct, frozen=True, kw_only=True, rename="camel"):
             field_path=".cache",
         ),
         Rule(
+            rule=f"has(self.widenedSize) || !self.source.matches(r'{GGUF_PATTERN}')",
+            message=(
+                "a GGUF file is widened on the node's disk before it is loaded: set widenedSize to the room that this "
+                "takes, 2 bytes for each parameter in bfloat16 and 4 in float32, such as 16Gi for 8 billion"
+            ),
+            field_path=".widenedSize",
+        ),
+        Rule(
+            rule=f"!has(self.widenedSize) || self.source.matches(r'{GGUF_PATTERN}')",
+            message="widenedSize is for GGUF files (hf://ORG/NAME:QUANT, s3://BUCKET/FILE.gguf) only; leave it out",
+            field_path=".widenedSize",
+        ),
+        Rule(
             rule="!has(self.servedName) || !has(self.aliases) || !(self.servedName in self.aliases)",
             message="aliases must not repeat servedName",
             field_path=".aliases",
         ),
     )
     source: ModelSource
-    """Where the model is. Fetched before the engine starts: `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX`,
-    `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`, `https://HOST/PATH/SHA256SUMS` (a folder).
+    """Where the model is. Fetched before the engine starts: `hf://ORG/NAME[@REVISION]`, `hf://ORG/NAME:QUANT[@REVISION]`
+    (one GGUF file), `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `oci://HOST/REPOSITORY[:TAG][@sha256:DIGEST]`,
+    `https://HOST/PATH/SHA256SUMS` (a folder).
     There already: `pvc://CLAIM/PATH` (a PersistentVolumeClaim of the same namespace, mounted
     read-only), `file:///ABSOLUTE/PATH` (a path inside the engine container, mounted through podTemplate or part of the
     image), `builtin://tiny` (the model that ships with the engine)."""
     secret_ref: SecretReference | None = None
     """Secret of the same namespace with the source's credentials. Its keys are named like the variables that the
     source's own tools read: `HF_TOKEN`, `AWS_ACCESS_KEY_ID` and so on. Only the container that fetches gets it."""
+    widened_size: Quantity | None = None
+    """Room on the node's disk for the widened weights of a GGUF file, which the engine makes of it before it loads
+    them: 2 bytes for each parameter in bfloat16, 4 in float32. The engine requests it as ephemeral storage, besides
+    the room of the file. Required for a GGUF file, refused for others."""
     cache: ModelCache | None = None
     """Where a fetched model is kept; type none if left out."""
     served_name: ServedName | None = None

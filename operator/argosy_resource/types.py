@@ -29,6 +29,7 @@ from argosy_resource.model import (
     FETCH_CREDENTIALS_MESSAGE,
     FETCH_ENV,
     FETCH_ENV_MESSAGE,
+    GGUF_PATTERN,
     MODELS_MOUNT,
     REMOTE_PATTERN,
     Model,
@@ -272,6 +273,11 @@ class InferenceServiceSpec(Struct, frozen=True, kw_only=True, rename="camel"):
         Rule(
             rule=f"!({_IS_FOREIGN}) || !self.model.source.startsWith('builtin://')",
             message="the model that ships with Argosy needs engine.type argosy",
+            field_path=".model.source",
+        ),
+        Rule(
+            rule=f"!({_IS_FOREIGN}) || !self.model.source.matches(r'{GGUF_PATTERN}')",
+            message="GGUF files need engine.type argosy; name the repository that the file was made from",
             field_path=".model.source",
         ),
         Rule(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
 
 import gguf_files
 from argosy_engine.api.doctor import diagnose
@@ -77,6 +80,72 @@ def test_greedy_tokens_are_those_of_the_widened_weights(kind: str, type_: Type, 
         assert differing_tokens(model, prompt, outputs[str(index)]) == []
 
 
+def in_parts(path: Path) -> list[Path]:
+    """Write a model in four parts."""
+    make_gguf(path / "model.gguf", "llama", Type.Q8_0, part_tensors=6)
+    return [path / f"model-0000{number}-of-00004.gguf" for number in (1, 2, 3, 4)]
+
+
+def test_a_file_in_parts_has_the_weights_of_all(tmp_path: Path, own_cache: Path) -> None:
+    parts = in_parts(tmp_path)
+    assert sorted(tmp_path.glob("*.gguf")) == parts
+    folder = gguf_folder(parts[0], "float32", has_tokenizer=False)
+    make_gguf(tmp_path / "whole.gguf", "llama", Type.Q8_0)
+    whole = load_file(
+        gguf_folder(tmp_path / "whole.gguf", "float32", has_tokenizer=False) / "model.safetensors"
+    )
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in stored.items())
+    os.utime(parts[2], (1, 1))
+    assert gguf_folder(parts[0], "float32", has_tokenizer=False) != folder
+
+
+def _swap(parts: list[Path]) -> None:
+    data = [each.read_bytes() for each in parts[1:3]]
+    parts[1].write_bytes(data[1])
+    parts[2].write_bytes(data[0])
+
+
+def _repeat(parts: list[Path]) -> None:
+    parts[2].write_bytes(parts[1].read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: parts[2].unlink(), r"cannot read .*model-00003-of-00004.gguf"),
+        (_swap, "model-00002-of-00004.gguf is not part 2 of 4 of it"),
+        (_repeat, "model-00003-of-00004.gguf is not part 3 of 4 of it"),
+        (
+            lambda parts: parts[3].write_bytes(parts[3].read_bytes()[:-100]),
+            "cut off|behind the end of the file",
+        ),
+        (lambda parts: parts[3].write_bytes(b"GGUF"), "model-00004-of-00004.gguf is cut off"),
+        (
+            lambda parts: make_gguf(parts[1], "llama", Type.Q8_0),
+            "00002-of-00004.gguf is not part 2 of 4 of it",
+        ),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(
+    change: Callable[[list[Path]], object], message: str, tmp_path: Path
+) -> None:
+    parts = in_parts(tmp_path)
+    change(parts)
+    with pytest.raises(ConfigError, match=message):
+        gguf_folder(parts[0], "float32", has_tokenizer=False)
+
+
+def test_another_part_than_the_first_is_refused(tmp_path: Path) -> None:
+    parts = in_parts(tmp_path)
+    with pytest.raises(ConfigError, match="it is not the first of its 4 parts"):
+        gguf_folder(parts[1], "float32", has_tokenizer=False)
+    parts[0].rename(tmp_path / "first.gguf")
+    with pytest.raises(ConfigError, match="one of 4 parts, whose names must be"):
+        gguf_folder(tmp_path / "first.gguf", "float32", has_tokenizer=False)
+
+
 def test_a_file_is_converted_once_for_each_dtype(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "model.gguf"
     make_gguf(file, "qwen2", Type.Q8_0)
@@ -134,7 +203,7 @@ def test_a_tokenizer_of_llama_3_begins_prompts_and_does_not_split_tokens(tmp_pat
         ({"llama.context_length": None}, "it has no llama.context_length"),
         ({"llama.rope.freq_base": "much"}, "is 'much', which is no float"),
         ({"llama.vocab_size": 7}, "vocab_size is not the number of its embeddings"),
-        ({"split.count": 2}, "llama-gguf-split --merge"),
+        ({"split.count": 2}, "one of 2 parts, whose names must be NAME-00001-of-00002.gguf"),
         (
             {"tokenizer.ggml.pre": "unheard-of"},
             r"splits texts \('unheard-of'\) is not known.*--tokenizer PATH",
@@ -178,6 +247,21 @@ def test_a_file_of_a_hub_is_widened_as_one_of_this_machine(hub: HubServer, tmp_p
         names = sorted(path.name for path in folder.iterdir())
         assert names == sorted(path.name for path in own.iterdir())
         assert all((folder / name).read_bytes() == (own / name).read_bytes() for name in names)
+
+
+def test_a_file_of_a_hub_may_be_in_parts(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = in_parts(tmp_path)
+    hub.add_model("acme/tiny", {f"files/{part.name}": part for part in parts})
+    own = gguf_folder(parts[0], "bfloat16")
+    for offline in (False, True):  # as the engine of a pod finds what was fetched
+        if offline:
+            monkeypatch.setenv("ARGOSY_OFFLINE", "1")
+        args = EngineArgs.of(model="hf://acme/tiny:model@main", device="cpu", dtype="bfloat16")
+        with local_model(args) as local:
+            weights = Path(local.model) / "model.safetensors"
+            assert weights.read_bytes() == (own / "model.safetensors").read_bytes()
 
 
 def test_a_file_of_a_hub_that_is_refused_is_not_fetched(hub: HubServer, tmp_path: Path) -> None:

@@ -6,10 +6,20 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from argosy_fetcher.errors import FetchError, InvalidSource, SourceChanged, TransientError, UnsupportedModel
+from argosy_fetcher.errors import (
+    FetchError,
+    InvalidSource,
+    ModelNotFound,
+    SourceChanged,
+    TransientError,
+    UnsupportedModel,
+)
+from argosy_fetcher.progress import Progress
+from argosy_fetcher.pull import find_model, pull_model, stored_gguf
 from argosy_fetcher.source import MAX_FILES, Digest, RemoteFile
 from argosy_fetcher.source_uri import SourceUri, parse
 from argosy_fetcher.sources.object_store import ObjectStoreSource
@@ -60,6 +70,44 @@ def test_objects_are_listed_and_read(server: BucketServer, provider: str) -> Non
         assert everything(source, snapshot.files[1]) == WEIGHTS
         assert b"".join(source.read(snapshot.files[1], 70_000, 2_100_000)) == WEIGHTS[70_000:2_100_000]
     assert all("authorization" not in asked.headers for asked in server.asked)
+
+
+@pytest.mark.parametrize("folder", ["", "a/b/"])
+def test_a_gguf_file_is_fetched_with_its_parts_alone(provider: str, folder: str, tmp_path: Path) -> None:
+    one, parts = "tiny-Q8_0.gguf", [f"tiny-Q4_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    contents = {name: b"GGUF" + name.encode() for name in (one, *parts)}
+    others = {f"{folder}config.json": CONFIG, f"{folder}{one}.txt": b"a", f"{folder}c/{one}": b"b"}
+    with BucketServer({**{folder + name: each for name, each in contents.items()}, **others}) as server:
+        environment = {**credentials_for(provider, server), "ARGOSY_MODELS_DIR": str(tmp_path)}
+        for given, names in ((one, [one]), (parts[0], parts)):
+            uri = parse(f"{provider}://{BUCKET}/{folder}{given}")
+            assert uri.is_gguf
+            with closing(pull_model(uri, progress=Progress(), environment=environment)) as model:
+                assert stored_gguf(uri, model.path) == model.path / names[0]
+                found = {path.name: path.read_bytes() for path in model.path.glob("[!.]*")}
+                assert found == {name: contents[name] for name in names}
+            stored = find_model(uri, environment={**environment, "ARGOSY_OFFLINE": "1"})
+            assert stored is not None
+            assert stored.path == model.path
+        with pytest.raises(ModelNotFound, match="the bucket has no such object"):
+            pull_model(
+                parse(f"{provider}://{BUCKET}/{folder}x.gguf"), progress=Progress(), environment=environment
+            )
+        alone = parse(f"{provider}://{BUCKET}/{folder}c")
+        with pytest.raises(
+            UnsupportedModel, match=r"it has GGUF files: add the name of one .*'tiny-Q8_0\.gguf'"
+        ):
+            pull_model(alone, progress=Progress(), environment=environment)
+
+
+def test_a_gguf_file_without_all_its_parts_is_refused(provider: str, tmp_path: Path) -> None:
+    with BucketServer({"a-00001-of-00003.gguf": b"GGUF"}) as server:
+        environment = {**credentials_for(provider, server), "ARGOSY_MODELS_DIR": str(tmp_path)}
+        uri = parse(f"{provider}://{BUCKET}/a-00001-of-00003.gguf")
+        with pytest.raises(
+            UnsupportedModel, match=r"of which 'a-00002-of-00003\.gguf' and 1 more are not there"
+        ):
+            pull_model(uri, progress=Progress(), environment=environment)
 
 
 def test_a_listing_of_several_pages_is_read_to_its_end(provider: str) -> None:

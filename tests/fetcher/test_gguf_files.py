@@ -37,7 +37,8 @@ NAMES = (
     "README.md",
     "config.json",
 )
-THERE = "there are IQ4_XS, Q2_K, Q4_K_M, Q6_K, Q8_0, UD-Q4_K_XL: hf://acme/tiny:QUANT; in several parts: BF16"
+THERE = "there are BF16, IQ4_XS, Q2_K, Q4_K_M, Q6_K, Q8_0, UD-Q4_K_XL: hf://acme/tiny:QUANT"
+PARTS = NAMES[5:7]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,13 @@ THERE = "there are IQ4_XS, Q2_K, Q4_K_M, Q6_K, Q8_0, UD-Q4_K_XL: hf://acme/tiny:
     ],
 )
 def test_a_quantisation_means_one_file(quantization: str, path: str) -> None:
-    assert choose_gguf("hf://acme/tiny:Q", quantization, NAMES) == path
+    assert choose_gguf("hf://acme/tiny:Q", quantization, NAMES) == (path,)
+
+
+def test_a_file_in_parts_is_all_of_them_in_order_unless_there_is_a_whole_one() -> None:
+    for names in (NAMES, NAMES[::-1]):
+        assert choose_gguf("hf://acme/tiny:BF16", "BF16", names) == PARTS
+    assert choose_gguf("hf://acme/tiny:BF16", "BF16", ("tiny-bf16.gguf", *NAMES)) == ("tiny-bf16.gguf",)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,14 @@ def test_a_quantisation_means_one_file(quantization: str, path: str) -> None:
         ("Q4_K", NAMES, f"hf://acme/tiny:Q4_K has no GGUF file of this quantisation; {THERE}"),
         ("K_M", NAMES[1:], "has no GGUF file of this quantisation; there are"),
         ("F16", NAMES, "has no GGUF file of this quantisation; there are"),
-        ("BF16", NAMES, f"is in 2 parts, which are not joined.*llama-gguf-split --merge.*{THERE}"),
+        (
+            "BF16",
+            NAMES[:6],
+            "is in 2 parts, of which 'BF16/Tiny-8B-BF16-00002-of-00002.gguf' and 0 more are not",
+        ),
+        ("BF16", (*NAMES, "BF16/Tiny-8B-BF16-00001-of-00003.gguf"), "means 2 files"),
+        ("BF16", ("a-BF16-00001-of-99999.gguf",), "is no part of at most 1000"),
+        ("BF16", ("a-BF16-00000-of-00002.gguf",), "is no part of at most 1000"),
         ("Q4_K_M", ("README.md",), "quantisation; it has no GGUF files of a model"),
         (
             "Q4_0",
@@ -83,8 +97,8 @@ def test_other_quantisations_are_refused_with_those_that_there_are(
 
 def test_more_of_the_name_tells_two_files_apart() -> None:
     names = ("a-Q4_0.gguf", "qat/a-qat-Q4_0.gguf")
-    assert choose_gguf("hf://acme/tiny", "A-Q4_0", names) == "a-Q4_0.gguf"
-    assert choose_gguf("hf://acme/tiny", "QAT-Q4_0", names) == "qat/a-qat-Q4_0.gguf"
+    assert choose_gguf("hf://acme/tiny", "A-Q4_0", names) == ("a-Q4_0.gguf",)
+    assert choose_gguf("hf://acme/tiny", "QAT-Q4_0", names) == ("qat/a-qat-Q4_0.gguf",)
 
 
 CONTENT = {name: b"GGUF" + name.encode() * 1000 for name in NAMES if name.endswith(".gguf")}
@@ -120,6 +134,14 @@ def test_exactly_one_file_is_fetched_and_resumed(hub: HubServer, tmp_path: Path)
         assert hub.requests() == []
 
 
+def test_all_parts_of_a_file_are_fetched(hub: HubServer, tmp_path: Path) -> None:
+    with closing(pull(hub, tmp_path, "acme/tiny:BF16")) as model:
+        file = stored_gguf(parse("hf://acme/tiny:BF16"), model.path)
+        assert file == model.path / PARTS[0]
+        assert [(model.path / each).read_bytes() for each in PARTS] == [CONTENT[each] for each in PARTS]
+    assert {seen.path for seen in hub.requests("content")} == set(PARTS)
+
+
 def test_quantisations_of_one_commit_are_models_of_their_own(hub: HubServer, tmp_path: Path) -> None:
     quantizations = ("Q4_K_M", "Q2_K")
     for each in quantizations:
@@ -144,7 +166,7 @@ def test_a_file_that_the_digest_is_not_of_is_refused(hub: HubServer, tmp_path: P
 
 
 def test_without_a_quantisation_the_files_are_listed(hub: HubServer, tmp_path: Path) -> None:
-    there = "it has GGUF files, of which one is served; there are IQ4_XS, Q2_K, .*hf://acme/tiny:QUANT"
+    there = "it has GGUF files, of which one is served; there are BF16, IQ4_XS, Q2_K, .*hf://acme/tiny:QUANT"
     with pytest.raises(UnsupportedModel, match=f"has no config.json; {there}"):
         pull(hub, tmp_path, "acme/tiny")
     hub.add_model("acme/with-config", {**CONTENT, "config.json": b"{}", "tokenizer.json": b"{}"})
@@ -244,6 +266,21 @@ def test_headers_that_are_none_are_refused(content: bytes, tmp_path: Path) -> No
     with pytest.raises(UnsupportedModel, match="is not a GGUF file of version 2 or 3"):
         fetch_headers(source, tmp_path)
     assert not (tmp_path / "tiny-q8_0.gguf").exists()
+
+
+def test_the_headers_of_all_parts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, end = gguf(data=b"w" * 200_000)
+    names = [f"tiny-q8_0-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    files = {f"folder/{name}": content for name in names}
+    monkeypatch.setattr(model_fetch, "FIRST_GGUF_BYTES", end)
+    fetch_headers(ScriptedSource(files, name=QUANTIZED), tmp_path)
+    stored = [(tmp_path / name).read_bytes() for name in names]
+    assert all(len(each) == len(content) and each[:end] == content[:end] for each in stored)
+    monkeypatch.setattr(model_fetch, "MAX_STORED_BYTES", 3 * end - 1)
+    for name in names:
+        (tmp_path / name).unlink()
+    with pytest.raises(UnsupportedModel, match="headers of the weights have more than"):
+        fetch_headers(ScriptedSource(files, name=QUANTIZED), tmp_path)
 
 
 def test_a_long_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

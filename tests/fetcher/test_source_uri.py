@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy_fetcher.errors import InvalidSource
-from argosy_fetcher.source_uri import REMOTE, SourceUri, from_argument, parse, quantization_of
+from argosy_fetcher.source_uri import REMOTE, SourceUri, from_argument, gguf_of, parse
 from argosy_fetcher.sources.registry import SOURCES
 
 DIGEST = "ab" * 32
@@ -212,5 +212,10 @@ def test_a_quantisation_is_part_of_the_name(revision: str) -> None:
     assert uri.name == "hf://a/b:Q4_K_M"
     assert parse("hf://a/b:Q4_K_M").at_revision("v1").name == uri.name
     assert from_argument(str(uri).removeprefix("hf://")) == uri
-    assert quantization_of(uri.name) == quantization_of(f"{uri.name}?endpoint=http://h:1/x") == "Q4_K_M"
-    assert quantization_of("hf://a/b?endpoint=http://h:1") == quantization_of("oci://h:1/a:Q4_K_M") == ""
+    assert gguf_of(uri.name) == gguf_of(f"{uri.name}?endpoint=http://h:1/x") == "Q4_K_M"
+    assert gguf_of("hf://a/b?endpoint=http://h:1") == gguf_of("oci://h:1/a:Q4_K_M") == ""
+    file = parse("s3://bucket/a/b-Q4_K_M.gguf")
+    assert file.is_gguf
+    assert gguf_of(file.name) == gguf_of(f"{file.name}?endpoint=http://h:1/x") == "b-Q4_K_M.gguf"
+    for other in ("s3://bucket/a.gguf/b", "gs://bucket", "https://h/a.gguf", "file:///a.gguf"):
+        assert not gguf_of(other)

@@ -81,6 +81,19 @@ def test_one_container_fetches_into_the_cache_and_the_engine_reads_it(
     assert mounts(engine)["argosy-models"] == {**written, "readOnly": True}
 
 
+def test_the_engine_requests_the_room_that_a_gguf_file_takes_once_it_is_widened() -> None:
+    source = "hf://org/name:Q4_K_M@main"
+    spec = pod_spec({"source": source, "widenedSize": "16Gi"}, resources={"memory": "24Gi"})
+    (fetch,), (engine,) = spec["initContainers"], spec["containers"]
+    assert engine["resources"]["requests"] == {"memory": "24Gi", "ephemeral-storage": "16Gi"}
+    assert "ephemeral-storage" not in str([engine["resources"]["limits"], fetch["resources"]])
+    assert source in fetch["args"]
+    assert {"HOME": "/home/argosy", "ARGOSY_OFFLINE": "1"}.items() <= literals(engine).items()
+    assert volume(spec, "argosy-home") == {"emptyDir": {}}
+    assert mounts(engine)["argosy-home"]["mountPath"] == "/home/argosy"
+    assert "ephemeral-storage" not in str(pod_spec({"source": HUB}))
+
+
 def test_the_container_that_fetches() -> None:
     resources = {"cpu": "4", "memory": "32Gi", "gpu": {}}
     engine = {"image": "other:1"}

@@ -99,13 +99,14 @@ _NAMES = [
 
 
 def make_gguf(
-    path: Path, kind: str, type_: Type, *, changes: dict[str, Any] | None = None
+    path: Path, kind: str, type_: Type, *, changes: dict[str, Any] | None = None, part_tensors: int = 0
 ) -> torch.nn.Module:
     """Write a GGUF file with random weights, and return the model with the weights that the file has.
 
     Args:
         type_: of matrices; norms and biases are F32.
         changes: keys that are set otherwise, or left out (None).
+        part_tensors: of each part but the last, whose names begin with that of the file without its end; 0: one file.
     """
     torch.manual_seed(3)
     name, fields = CONFIGS[kind]
@@ -116,7 +117,7 @@ def make_gguf(
         if parameter.ndim == 1 and not name.startswith("Gemma"):
             parameter.data += 1
     architecture = _ARCHITECTURES.get(name, name.lower())
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     add_tokenizer(writer)
     values = {**_keys(architecture, config), "tokenizer.ggml.add_bos_token": False, **(changes or {})}
     for key, value in values.items():

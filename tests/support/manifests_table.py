@@ -121,6 +121,11 @@ GOOD: dict[str, str] = {
     "volume claim": manifest("model: {source: 'pvc://models/qwen3-8b'}"),
     "root of a volume claim": manifest("model: {source: 'pvc://models'}"),
     "file": manifest("model: {source: 'file:///models/qwen3-8b'}"),
+    "GGUF file": manifest("model: {source: 'hf://org/name_1.0:UD-Q4_K_XL', widenedSize: 16Gi}"),
+    "GGUF file of a bucket": manifest("model: {source: 'gs://models/a/b.gguf', widenedSize: 16Gi}"),
+    "GGUF file at a revision": manifest(
+        "model: {source: 'hf://org/name:Q4_K_M@refs/pr/7', widenedSize: 16Gi, cache: {sizeLimit: 5Gi}}"
+    ),
     "secret of a source": manifest(f"model: {{{HUB}, secretRef: {{name: hf-token}}}}"),
     "Secret whose name is like one of Argosy's": manifest(
         f"{TINY}\npodTemplate: {{spec: {{volumes: [{{name: a, secret: {{secretName: engine-keys}}}}]}}}}"
@@ -923,9 +928,25 @@ podTemplate: {{spec: {{containers: [{{name: engine, volumeMounts: [{{name: a, mo
         manifest("model: {source: 'builtin://tiny', servedName: a, aliases: [a]}"),
         "aliases must not repeat servedName",
     ),
-    "GGUF file of a hub": (
+    "GGUF file without room to widen it": (
         manifest("model: {source: 'hf://org/name:Q4_K_M@main'}"),
-        "pods have no room for the widened weights of a GGUF file: name the repository that it was made from",
+        "a GGUF file is widened on the node's disk before it is loaded: set widenedSize",
+    ),
+    "room to widen what is no GGUF file": (
+        manifest("model: {source: 'hf://org/name@main', widenedSize: 16Gi}"),
+        "widenedSize is for GGUF files (hf://ORG/NAME:QUANT, s3://BUCKET/FILE.gguf) only; leave it out",
+    ),
+    "GGUF file of a bucket without room to widen it": (
+        manifest("model: {source: 's3://models/a/b-Q4_K_M.gguf'}"),
+        "a GGUF file is widened on the node's disk before it is loaded: set widenedSize",
+    ),
+    "GGUF file for another engine": (
+        manifest("model: {source: 'hf://org/name:Q4_K_M', widenedSize: 16Gi}\nengine: {type: vllm}"),
+        "GGUF files need engine.type argosy; name the repository that the file was made from",
+    ),
+    "quantisation of a GGUF file with a space": (
+        manifest("model: {source: 'hf://org/name:Q4 K', widenedSize: 16Gi}"),
+        "must be hf://ORG/NAME",
     ),
     "alias is the resource's name": (
         manifest("model: {source: 'builtin://tiny', aliases: [tiny]}"),

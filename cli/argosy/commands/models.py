@@ -270,7 +270,7 @@ def _pull(options: argparse.Namespace) -> int:
 
 def _served_path(uri: SourceUri, directory: Path) -> Path:
     """Return what an engine is given: the model's directory, or its GGUF file."""
-    return stored_gguf(uri, directory) if uri.quantization else directory
+    return stored_gguf(uri, directory) if uri.is_gguf else directory
 
 
 def _link(link: Path, target: Path) -> None:

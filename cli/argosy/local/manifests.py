@@ -28,6 +28,7 @@ from argosy_resource.validation import ManifestError, load_manifests
 
 _FIELDS: Final[dict[str, str]] = {
     "model.cache": "this machine's store is used",
+    "model.widenedSize": "",
     "engine.image": "",
     "engine.upgradePolicy": "",
     "resources.gpu.resourceName": "",

@@ -27,6 +27,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy_fetcher.errors import UnsupportedModel
+from argosy_fetcher.gguf_files import part_paths
+
 Floats = NDArray[np.float32]
 Change = Callable[[Floats], Floats]
 
@@ -68,29 +71,66 @@ class _Reader(gguf.GGUFReader):
         return found
 
 
+def _read(path: Path) -> _Reader:
+    try:
+        return _Reader(path)
+    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        raise NotConvertible(
+            f"{path.name} is cut off, damaged or no GGUF file ({str(error)[:200]}); copy it again"
+        ) from None
+
+
 class _File:
     """A GGUF file's keys and tensors. Keys of the architecture that nobody reads are refused by `check_all_read`."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._reader = _Reader(path)
-        except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise NotConvertible(
-                f"it is cut off, damaged or no GGUF file ({str(error)[:200]}); copy it again"
-            ) from None
-        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.architecture = self.key("general.architecture", str)
+        self._reader = _read(path)
         self._read: set[str] = set()
-        if int(self.key("split.count", int, 0)) > 1:
-            raise NotConvertible("it is one of several parts; join them with `llama-gguf-split --merge`")
+        self.tensors: dict[str, gguf.ReaderTensor] = {}
+        self._add(path, self._reader)
+        self._add_parts(path, max(int(self.key("split.count", int, 1)), 1))
+        self.architecture = self.key("general.architecture", str)
+
+    def _add_parts(self, path: Path, count: int) -> None:
+        """Read the parts behind the first, which has all keys of the model."""
+        if int(self.key("split.no", int, 0)):
+            raise NotConvertible(f"it is not the first of its {count} parts; give that one")
+        try:
+            names = part_paths(path.name)
+        except UnsupportedModel as error:
+            raise NotConvertible(str(error)) from None
+        if len(names) != count:
+            raise NotConvertible(
+                f"it is one of {count} parts, whose names must be NAME-00001-of-{count:05}.gguf and so on; rename them"
+            )
+        for number, name in enumerate(names[1:], 1):
+            part = path.with_name(name)
+            reader = _read(part)
+            place = [self.key(f"split.{key}", int, -1, reader) for key in ("no", "count")]
+            if place != [number, count] or any(
+                not key.startswith(("split.", "GGUF.")) for key in reader.fields
+            ):
+                raise NotConvertible(f"{name} is not part {number + 1} of {count} of it; copy it again")
+            self._add(part, reader)
+        if int(self.key("split.tensors.count", int, len(self.tensors))) != len(self.tensors):
+            raise NotConvertible("its parts have another number of tensors than it says; copy them again")
+
+    def _add(self, path: Path, reader: _Reader) -> None:
         size = path.stat().st_size
-        for tensor in self.tensors.values():
+        for tensor in reader.tensors:
+            if tensor.name in self.tensors:
+                raise NotConvertible(f"two of its parts have {tensor.name[:100]}; copy them again")
             if tensor.data_offset + tensor.n_bytes > size:
                 raise NotConvertible(f"{tensor.name} ends behind the end of the file; copy it again")
+            self.tensors[tensor.name] = tensor
 
-    def key(self, name: str, kind: type, default: Any = None) -> Any:
-        """Return a value, of int, float (which integers are too), bool or str."""
-        field = self._reader.fields.get(name)
+    def key(self, name: str, kind: type, default: Any = None, reader: _Reader | None = None) -> Any:
+        """Return a value, of int, float (which integers are too), bool or str.
+
+        Args:
+            reader: of another part than the first.
+        """
+        field = (reader or self._reader).fields.get(name)
         if field is None:
             if default is None:
                 raise NotConvertible(f"it has no {name}")

@@ -1,8 +1,8 @@
 """A folder in Hugging Face's layout for a GGUF file, made once and kept in $XDG_CACHE_HOME/argosy/gguf/KEY, with
 weights widened to the engine's dtype. All that reads a model (loads, fingerprints, `argosy doctor`) reads the folder.
 
-Owns the cache: KEY covers size, time, name and samples of the file, the dtype, and the versions of what converts. The
-conversion is a process of its own (`gguf_conversion`). Must not know torch.
+Owns the cache: KEY covers size, time, name and samples of the file or of its parts, the dtype, and the versions of what
+converts. The conversion is a process of its own (`gguf_conversion`). Must not know torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from argosy_engine.checkpoint.fingerprint import SAMPLE_BYTES, sample_offsets
 from argosy_engine.checkpoint.tokenizer_files import conversion, least_used, reason_of
 from argosy_engine.errors import ConfigError, installation
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
+from argosy_fetcher.errors import UnsupportedModel
+from argosy_fetcher.gguf_files import part_paths
 from argosy_fetcher.progress import size_text
 
 _CONVERSION = "argosy_engine.checkpoint.gguf_conversion"
@@ -129,15 +131,18 @@ def _check_libraries(file: Path) -> None:
 def _key(file: Path, dtype: str, *, has_tokenizer: bool) -> str:
     digest = hashlib.sha256()
     try:
-        status = file.stat()
         versions = [importlib.metadata.version(name) for name in ("gguf", "transformers")]
-        parts = [_FORM, file.name, status.st_size, status.st_mtime_ns, dtype, has_tokenizer, *versions]
-        digest.update("\0".join(map(str, parts)).encode())
-        with file.open("rb") as data:
-            for offset in sample_offsets(status.st_size, _NUM_SAMPLES):
-                digest.update(os.pread(data.fileno(), SAMPLE_BYTES, offset))
+        for each in map(file.with_name, part_paths(file.name)):
+            status = each.stat()
+            parts = [_FORM, each.name, status.st_size, status.st_mtime_ns, dtype, has_tokenizer, *versions]
+            digest.update("\0".join(map(str, parts)).encode())
+            with each.open("rb") as data:
+                for offset in sample_offsets(status.st_size, _NUM_SAMPLES):
+                    digest.update(os.pread(data.fileno(), SAMPLE_BYTES, offset))
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {error.filename or file}: {error.strerror}") from None
+    except UnsupportedModel as error:
+        raise ConfigError(str(error)) from None
     return digest.hexdigest()[:32]
 
 

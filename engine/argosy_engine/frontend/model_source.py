@@ -115,13 +115,13 @@ def model_headers(args: EngineArgs, display: ProgressDisplay | None = None) -> I
 
     with _fetch_errors():
         stored = find_model(uri, download_dir=args.download_dir)
-    if stored is not None and not uri.quantization:
+    if stored is not None and not uri.is_gguf:
         with hold_stored_model(stored.path) or nullcontext():
             yield stored.path
         return
     with tempfile.TemporaryDirectory(prefix="argosy-headers-") as directory:
         with display or progress_display() as progress:
-            if uri.quantization:
+            if uri.is_gguf:
                 _write_remote_gguf_headers(uri, stored, args, Path(directory), progress)
             else:
                 check = partial(check_fetched_config, uri.name, use=args.model_use)
@@ -184,7 +184,7 @@ def _make_local(
         if (file := gguf_file(args.model)) is None:
             model = _pull(args, progress, cancelled)
             held.callback(model.close)
-            if not (uri := _uri(args)).quantization:
+            if not (uri := _uri(args)).is_gguf:
                 return model.path, held.pop_all()
             from argosy_fetcher.pull import stored_gguf
 
@@ -205,7 +205,7 @@ def _pull(args: EngineArgs, progress: Progress, cancelled: threading.Event | Non
     from argosy_fetcher.pull import find_model, is_offline, pull_model
 
     uri = _uri(args)
-    if uri.quantization and not is_offline(os.environ):
+    if uri.is_gguf and not is_offline(os.environ):
         with _fetch_errors():
             stored = find_model(uri, download_dir=args.download_dir)
         if stored is None:  # refused now, if at all

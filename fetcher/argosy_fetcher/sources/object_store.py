@@ -50,8 +50,9 @@ from argosy_fetcher.errors import (
     TransientError,
     UnsupportedModel,
 )
+from argosy_fetcher.gguf_files import part_paths
 from argosy_fetcher.source import MAX_FILE_BYTES, MAX_FILES, Chunk, Digest, RemoteFile, Snapshot, check_path
-from argosy_fetcher.source_uri import SourceUri, is_loopback
+from argosy_fetcher.source_uri import SourceUri, gguf_of, is_loopback
 from argosy_fetcher.sources.http import (
     MAX_SUMS_BYTES,
     SUMS_FILE,
@@ -85,7 +86,7 @@ class _Listed(NamedTuple):
 
 
 class ObjectStoreSource:
-    """`Source` of one prefix of one bucket.
+    """`Source` of one prefix of one bucket, or of one GGUF file in it.
 
     Raises:
         InvalidSource: the URI or the endpoint is malformed.
@@ -94,6 +95,11 @@ class ObjectStoreSource:
     def __init__(self, uri: SourceUri, credentials: Mapping[str, str]) -> None:
         self._provider: Provider = "s3" if uri.scheme == "s3" else "gs"
         self._bucket, self._prefix = _location(uri)
+        self._wanted: tuple[str, ...] = ()
+        """Names of the parts of a GGUF file in the folder, if the source is one."""
+        if file := gguf_of(uri.name):
+            self._prefix = self._prefix.removesuffix(file).rstrip("/")
+            self._wanted = part_paths(file)
         self._credentials = credentials
         self._name = bucket_name(uri, credentials)
 
@@ -107,6 +113,10 @@ class ObjectStoreSource:
 
     def snapshot(self) -> Snapshot:
         listed = _files(self._list(), self.name)
+        if self._wanted and not any(path in listed for path in self._wanted):
+            raise ModelNotFound(
+                f"{self.name}: the bucket has no such object; name a GGUF file of it, or a folder"
+            )
         if not listed:
             where = f"below {self._prefix}/" if self._prefix else "in it"
             raise ModelNotFound(
@@ -154,6 +164,8 @@ class ObjectStoreSource:
                     if not item["path"].startswith(start) or item["path"] == start.rstrip("/"):
                         continue  # obstore cuts the slash off a name such as `PREFIX/`, which is the folder itself
                     path = item["path"][len(start) :]
+                    if self._wanted and path not in (*self._wanted, SUMS_FILE):
+                        continue
                     found[path] = _Listed(item["size"], _etag(item), item["last_modified"].isoformat())
                     if len(found) > MAX_FILES:
                         raise UnsupportedModel(

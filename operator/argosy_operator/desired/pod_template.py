@@ -383,6 +383,10 @@ def _resources(service: InferenceService, *, gpu: bool, has_defaults: bool) -> M
     limits = present(cpu=quantity_text(resources.cpu_limit), memory=memory)
     if has_defaults:
         requests = service.spec.default_requests | requests
+    if (
+        gpu and service.spec.model.widened_size is not None
+    ):  # what the engine makes of a GGUF file, in its home
+        requests["ephemeral-storage"] = quantity_text(service.spec.model.widened_size)
     claims = resources.claims if gpu else ()
     if gpu and resources.gpu is not None:
         requests[resources.gpu.resource_name] = limits[resources.gpu.resource_name] = str(

@@ -80,6 +80,8 @@ def input_digest(service: InferenceService) -> str:
     store = _non_defaults((spec.model.secret_ref, spec.model.cache))
     if any(store):
         said.append(store)
+    if spec.model.widened_size is not None:
+        said.append({"widened": spec.model.widened_size})
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, order="deterministic"))[:10]
 
 
