@@ -62,6 +62,11 @@ class MultimodalFeature(Struct, array_like=True, frozen=True, gc=False):
     """What the encoder reads, by the names of its arguments. Workers get it with the step that encodes
     (`SchedulerOutput.encoder_inputs`), and not with the request."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(len(tensor.data) for tensor in self.inputs.values())
+
 
 class EncoderInput(Struct, array_like=True, frozen=True, gc=False):
     """A multimodal item that a step encodes before it computes tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from argosy_engine.core.request import Request, hash_block, root_hash
@@ -66,6 +67,19 @@ def test_a_picture_changes_only_the_blocks_from_its_own_on() -> None:
     cat, dog = of("cat"), of("dog")
     assert [left == right for left, right in zip(cat, dog, strict=True)] == [True, False, False]
     assert of("cat") == cat
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_blocks_of_many_pictures_are_hashed_with_those_that_they_have(length: int) -> None:
+    features = [
+        MultimodalFeature("image", f"{at}", at, length) for at in range(2, 120, length + (length % 3) * 4)
+    ]
+    message = EngineCoreRequest("a", [PICTURE] * 160, SamplingParams(), 0.0, mm_features=features)
+    assert Request(message, BLOCK, True).block_hashes == hashes(([PICTURE] * 160, None, None, features))
+    begun = Request(message, BLOCK, True)
+    del begun.block_hashes[7:]
+    begun.hash_full_blocks()
+    assert begun.block_hashes == Request(message, BLOCK, True).block_hashes
 
 
 def test_salt_and_adapter_cannot_pass_for_each_other() -> None:

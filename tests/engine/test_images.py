@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core import engine_core
+from argosy_engine.core import engine_core, steps
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, ResourceBusy
 from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
@@ -237,6 +237,21 @@ def test_images_of_unfinished_requests_are_bounded(tmp_path: Path, monkeypatch: 
         while client.has_work:
             client.step()
         assert not client.core.scheduler.media_bytes
+
+
+def test_what_a_step_encodes_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers get it in one message, and a core whose message is too large ends."""
+    monkeypatch.setattr(steps, "MAX_ENCODED_BYTES", 100)
+    items = [
+        MultimodalFeature("image", "a", 0, 1, 1, inputs={"x": MediaTensor("uint8", (size,), bytes(size))})
+        for size in (60, 40, 1, 101)
+    ]
+    plan = steps.StepPlan(1000, 1000, 0, 1000)
+    for item in items[:2]:
+        assert plan.may_encode(item)
+        plan.encode(item)
+    assert not plan.may_encode(items[2])
+    assert steps.StepPlan(1000, 1000, 0, 1000).may_encode(items[3])  # alone in its step
 
 
 def test_a_text_model_refuses_features(tmp_path: Path) -> None:

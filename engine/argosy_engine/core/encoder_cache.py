@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from math import prod
 
-from argosy_engine.messages import EncoderInput, EngineCoreRequest, MultimodalFeature
+from argosy_engine.messages import EngineCoreRequest, MultimodalFeature
 from argosy_engine.model_configs.vision_config import VisionSpec
 
 _STEP = ""
@@ -125,11 +125,6 @@ class EncoderCacheManager:
         del self._holders[identifier]
         self.num_used -= self._num_embeds.pop(identifier)
         self._dropped.append(identifier)
-
-
-def encoder_input(feature: MultimodalFeature) -> EncoderInput:
-    """Return what a step gives the workers of an item."""
-    return EncoderInput(feature.identifier, feature.modality, feature.num_embeds, feature.inputs)
 
 
 def check_features(message: EngineCoreRequest, spec: VisionSpec | None, max_step_tokens: int) -> None:

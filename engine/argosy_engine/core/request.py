@@ -262,9 +262,7 @@ class Request:
         """In the order of their positions."""
         self.media_end = max((each.offset + each.length for each in message.mm_features), default=0)
         """Tokens up to the end of its last multimodal item."""
-        self.media_bytes = sum(
-            len(tensor.data) for each in message.mm_features for tensor in each.inputs.values()
-        )
+        self.media_bytes = sum(each.num_bytes for each in message.mm_features)
         """Of the items' tensors, which are kept until the request ends."""
         self.whole_spans: list[tuple[int, int]] = []
         """Tokens, from a position to one after them, that are computed in one step. Set by the core."""
@@ -335,8 +333,14 @@ class Request:
         """Extend `block_hashes` to all full blocks of known tokens. Does nothing without prefix caching."""
         if self.root_hash is None:
             return
-        size, hashes = self.block_size, self.block_hashes
+        size, hashes, features = self.block_size, self.block_hashes, self.mm_features
         parent = hashes[-1] if hashes else self.root_hash
+        first = last = 0  # of the items of which the block has tokens
         for start in range(len(hashes) * size, self.num_tokens - size + 1, size):
-            parent = hash_block(parent, self.all_token_ids[start : start + size], self.mm_features, start)
+            while first < len(features) and features[first].offset + features[first].length <= start:
+                first += 1
+            while last < len(features) and features[last].offset < start + size:
+                last += 1
+            tokens = self.all_token_ids[start : start + size]
+            parent = hash_block(parent, tokens, features[first:last], start)
             hashes.append(parent)

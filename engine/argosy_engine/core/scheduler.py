@@ -32,7 +32,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from argosy_engine.core.encoder_cache import EncoderCacheManager, encoder_input
+from argosy_engine.core.encoder_cache import EncoderCacheManager
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.steps import StepPlan, StepsInFlight
@@ -452,11 +452,11 @@ class Scheduler:
             if feature.offset + feature.length <= start or not feature.num_embeds:
                 continue
             if feature.identifier not in self.encoder_cache and not (
-                plan.may_encode(feature.num_embeds) and self.encoder_cache.has_room(feature.num_embeds)
+                plan.may_encode(feature) and self.encoder_cache.has_room(feature.num_embeds)
             ):
                 return max(feature.offset - start, 0)
             if self.encoder_cache.hold(request.request_id, feature):
-                plan.encode(encoder_input(feature))
+                plan.encode(feature)
         return num_new
 
     def _whole(self, request: Request, start: int, num_new: int, plan: StepPlan) -> int:

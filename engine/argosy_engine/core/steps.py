@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from argosy_engine.messages import BlockIds, EncoderInput, NewRequest, SchedulerOutput
+from argosy_engine.messages import BlockIds, EncoderInput, MultimodalFeature, NewRequest, SchedulerOutput
+
+MAX_ENCODED_BYTES = 512 << 20
+"""Of the tensors that a step encodes, which workers get in one message (`broadcast.MAX_MESSAGE_BYTES`)."""
 
 
 class StepPlan:
@@ -15,7 +18,8 @@ class StepPlan:
         token_budget: tokens that the step may compute.
         prefill_budget: prefill tokens that the step may compute, within the token budget.
         long_prefill_token_threshold: cap on one request's prefill tokens; 0 means no cap.
-        encoder_budget: embeddings that the step may compute; one item of more may be alone in its step.
+        encoder_budget: embeddings that the step may compute; one item of more, or of more bytes than
+            `MAX_ENCODED_BYTES`, may be alone in its step.
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class StepPlan:
     ) -> None:
         self.token_budget = token_budget
         self._encoder_budget = encoder_budget
+        self._num_encoded_bytes = 0
         self.encoder_inputs: list[EncoderInput] = []
         self.prefill_budget = prefill_budget
         self.batch_prefill_budget: int | None = None
@@ -47,14 +52,18 @@ class StepPlan:
                 num_wanted = min(num_wanted, self._threshold)
         return min(num_wanted, self.token_budget)
 
-    def may_encode(self, num_embeds: int) -> bool:
-        """Whether the budget allows one more item of so many embeddings."""
-        return num_embeds <= self._encoder_budget or not self.encoder_inputs
+    def may_encode(self, item: MultimodalFeature) -> bool:
+        """Whether the budgets allow one more item."""
+        return not self.encoder_inputs or (
+            item.num_embeds <= self._encoder_budget
+            and self._num_encoded_bytes + item.num_bytes <= MAX_ENCODED_BYTES
+        )
 
-    def encode(self, item: EncoderInput) -> None:
+    def encode(self, item: MultimodalFeature) -> None:
         """Encode an item in this step; `may_encode` must have allowed it."""
-        self.encoder_inputs.append(item)
+        self.encoder_inputs.append(EncoderInput(item.identifier, item.modality, item.num_embeds, item.inputs))
         self._encoder_budget -= item.num_embeds
+        self._num_encoded_bytes += item.num_bytes
 
     def add(self, request_id: str, num_tokens: int, num_drafts: int = 0, *, is_batch: bool = False) -> None:
         """Schedule tokens of a request; `limit` must have allowed them."""
