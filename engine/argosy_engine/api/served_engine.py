@@ -21,7 +21,12 @@ from argosy_engine.api.server_args import ServerArgs
 from argosy_engine.frontend.admission import RenderPool, stop_if_abandoned
 from argosy_engine.frontend.async_llm import AsyncLLM, SleepMode
 from argosy_engine.frontend.beam_search import beam_choices
-from argosy_engine.frontend.input_processor import asks_max_tokens, bound_answer, check_generates
+from argosy_engine.frontend.input_processor import (
+    asks_max_tokens,
+    bound_answer,
+    check_generates,
+    check_images,
+)
 from argosy_engine.frontend.media.processor import ChatImages, has_images
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_processor import GenerationOutput
@@ -257,6 +262,7 @@ class OpenAIServing:
         count = len(prompts) * n
         if count > MAX_CHOICES:
             raise BadRequest(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} choices", param="n")
+        check_images(prompts, n)
         resumed = (
             [choice.token_ids for choice in request.resume.choices] if request.resume is not None else []
         )

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.detokenizer import IncrementalDetokenizer
-from argosy_engine.frontend.input_processor import InputProcessor, bound_beams, num_logprobs
+from argosy_engine.frontend.input_processor import InputProcessor, bound_beams, check_images, num_logprobs
 from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
@@ -310,6 +310,7 @@ async def beam_choices(
     """
     n, width = request.n or 1, _width(request)
     _check(request, len(prompts) * width)
+    check_images(prompts, width)
     sampling = llm.input_processor.sampling_params(request)
     logprobs = num_logprobs("logprobs", sampling.logprobs, llm.config)
     rooms = [max_output_tokens(llm.input_processor, prompt, sampling.max_tokens) for prompt in prompts]

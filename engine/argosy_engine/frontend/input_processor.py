@@ -647,6 +647,9 @@ def _of_tool_choice(request: ChatCompletionRequest, calls: ToolCallForm) -> Stru
 MAX_VALUES = 1 << 22
 """Tokens of prompts and log probabilities: of the latter 200 MB of JSON, and 800 MB while it is made."""
 
+MAX_CALL_MEDIA_BYTES = 1 << 30
+"""Tensors of images in all requests of a call, each of which is sent to the core with its own copy."""
+
 _MIN_DEFAULT = 1024
 """Tokens of a choice below which a default of `max_tokens` is not lowered any further."""
 
@@ -685,6 +688,24 @@ def bound_answer(core_requests: Sequence[EngineCoreRequest], n: int, request: Ge
     for core in core_requests:
         params = core.sampling_params
         core.sampling_params = params.replace(max_tokens=min(params.max_tokens or room, room))
+
+
+def check_images(prompts: Sequence[TokenizedPrompt], copies: int) -> None:
+    """Check the size of a call's images, of which each request has a copy.
+
+    Args:
+        copies: requests of each prompt that are computed at a time: choices or beams.
+
+    Raises:
+        InvalidRequest: they are too large in all.
+    """
+    total = copies * sum(feature.num_bytes for prompt in prompts for feature in prompt.mm_features)
+    if total > MAX_CALL_MEDIA_BYTES:
+        raise InvalidRequest(
+            f"the images of all choices become {total >> 20} MiB of patches, at most {MAX_CALL_MEDIA_BYTES >> 20} are "
+            "taken; reduce n, or send fewer or smaller images",
+            param="n" if copies > 1 else "messages",
+        )
 
 
 def bound_beams(
