@@ -7,6 +7,7 @@ import base64
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -130,6 +131,11 @@ async def test_a_redirect_is_followed() -> None:
 async def test_what_hosts_must_not_do(answer: bytes, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         await load(answering(answer))
+
+
+async def test_a_redirect_to_what_is_no_url() -> None:
+    with pytest.raises(InvalidRequest, match="the URL is malformed"):
+        await load(answering(response(b"", "Location: http://[x", status="302 Found")))
 
 
 async def test_a_host_without_an_end_is_cut_off() -> None:
@@ -295,7 +301,7 @@ async def test_files_below_the_folder_are_read(path: str, folder: Path) -> None:
             "{root}",
         ),
         *("{root}/pipe", "{root}/none.png", "/etc/passwd", "/dev/zero", "{root}/a%00.png"),
-        *("//evil.example{root}/inside.png", "{root}/" + "a" * 5000),
+        *("//evil.example{root}/inside.png", "{root}/" + "a" * 5000, "//[x"),
     ],
 )
 async def test_other_files_are_not(path: str, folder: Path) -> None:
@@ -306,6 +312,43 @@ async def test_other_files_are_not(path: str, folder: Path) -> None:
     assert str(refused.value) == (
         "image_url: the file cannot be read, or is not below --allowed-local-media-path"
     )
+
+
+@pytest.mark.parametrize("path", ["{root}/pipe", "{root}/up/secret.png", "{root}/link.png", "/dev/zero"])
+async def test_other_files_are_not_even_opened(
+    path: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe's writer would take the engine for its reader, and some devices act when they are opened."""
+    opened: list[str] = []
+    monkeypatch.setattr(
+        module, "_open_without_waiting", lambda path, flags: opened.append(path) or os.open(path, flags)
+    )
+    loader = MediaLoader(allowed_path=str(folder))
+    with pytest.raises(InvalidRequest):
+        await loader.load("file://" + path.format(root=folder), "image_url")
+    assert not opened
+    await loader.load(f"file://{folder}/inside.png", "image_url")
+    assert len(opened) == 1
+
+
+async def test_what_takes_long_to_decode_does_not_hold_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Escapes take thirty times as long as base64, and a request may have hundreds of such URLs."""
+    threads: list[threading.Thread] = []
+
+    def decode(url: str, where: str) -> module.Media:
+        threads.append(threading.current_thread())
+        return decode_data_url(url, where)
+
+    monkeypatch.setattr(module, "decode_data_url", decode)
+    body = base64.b64encode(PNG + bytes(60_000)).decode()
+    escaped = "".join(f"%{ord(char):02X}" for char in body)
+    for text, is_inline in ((body, True), (escaped, False), ("\n".join(body), False)):
+        threads.clear()
+        found = await MediaLoader().load(f"data:image/png;base64,{text}", "image_url")
+        assert found.data == PNG + bytes(60_000)
+        assert (threads == [threading.main_thread()]) is is_inline
 
 
 async def test_no_file_is_read_without_the_flag(folder: Path) -> None:
