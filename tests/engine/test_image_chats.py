@@ -4,6 +4,7 @@ the whole chat, and no text of a client becomes an image."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from functools import cache
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from argosy_engine.errors import InvalidRequest, PromptTooLong
-from argosy_engine.frontend.input_processor import InputProcessor
+from argosy_engine.errors import InvalidRequest, PromptTooLong, ResourceBusy
+from argosy_engine.frontend import input_processor
+from argosy_engine.frontend.input_processor import InputProcessor, check_images
+from argosy_engine.frontend.media import processor as media_processor
 from argosy_engine.frontend.media.pool import MediaPool
 from argosy_engine.frontend.media.processor import ChatImages, MediaProcessor, processor_args
 from argosy_engine.frontend.media.worker import load_processor
@@ -239,6 +242,44 @@ def test_a_uuid_with_other_content_stands_for_that(tmp_path: Path) -> None:
         for seed in (1, 2)
     ]
     assert model.core_request(named).mm_features[0] == sent[1].mm_features[0] != sent[0].mm_features[0]
+
+
+def test_a_uuid_stands_for_what_came_before_it(tmp_path: Path) -> None:
+    """Also in one request, however long each of its images takes."""
+    model = serve(make_folder("llava", tmp_path))
+    first, second = (image_part(picture(50, 50, seed), uuid="cat") for seed in (1, 2))
+    named = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    made = model.core_request([{"role": "user", "content": [first, named, second, named]}])
+    one, again, other, last = (feature.identifier for feature in made.mm_features)
+    assert one == again != other == last
+    made = model.core_request([{"role": "user", "content": [named, first, named]}])
+    assert [feature.identifier for feature in made.mm_features] == [other, one, one]
+    assert model.core_request([{"role": "user", "content": [named]}]).mm_features[0].identifier == one
+
+
+def test_images_that_requests_hold_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_processor, "MAX_HELD_BYTES", 5 * 3 * 56 * 56 * 4 // 2)
+    model = serve(make_folder("llava", tmp_path), cache_bytes=0)
+    chats = [chat([{"role": "user", "content": [image_part(picture(50, 50, seed))]}]) for seed in range(4)]
+    held = [model.load(each) for each in chats[:2]]
+    with pytest.raises(ResourceBusy, match="are held by requests"):
+        model.load(chats[2])
+    held.pop()
+    gc.collect()
+    assert model.load(chats[3])
+
+
+def test_the_images_of_a_call_are_bounded(
+    served: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = served("llava").prompt([{"role": "user", "content": [image_part(picture(50, 50))]}])
+    size = sum(feature.num_bytes for feature in prompt.mm_features)
+    monkeypatch.setattr(input_processor, "MAX_CALL_MEDIA_BYTES", 4 * size)
+    check_images([prompt], 4)
+    check_images([prompt, prompt], 2)
+    for prompts, copies in (([prompt], 5), ([prompt] * 5, 1)):
+        with pytest.raises(InvalidRequest, match="the images of all choices become"):
+            check_images(prompts, copies)
 
 
 def test_the_cache_drops_what_was_used_least_recently(tmp_path: Path) -> None:

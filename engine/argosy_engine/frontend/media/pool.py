@@ -47,7 +47,7 @@ MAX_WAITING_BYTES: Final = 512 << 20
 """Of the images that wait or run, as they were sent."""
 MAX_PROCESSES: Final = 8
 _MAX_ANSWER_BYTES: Final = 300 << 20
-_RETRY_S: Final = 1.0
+RETRY_S: Final = 1.0
 
 
 class NoProcessor(Exception):
@@ -228,7 +228,7 @@ class MediaPool:
             ResourceBusy: too many images wait, in all or of this tenant.
         """
         if self._num_bytes and self._num_bytes + len(data) > MAX_WAITING_BYTES:
-            raise ResourceBusy(f"images of {self._num_bytes >> 20} MiB are waiting", retry_after_s=_RETRY_S)
+            raise ResourceBusy(f"images of {self._num_bytes >> 20} MiB are waiting", retry_after_s=RETRY_S)
         running = _Running()
         self._num_bytes += len(data)
         try:

@@ -22,16 +22,17 @@ import logging
 import math
 import os
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong
+from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong, ResourceBusy
 from argosy_engine.frontend.media.loader import MediaLoader
-from argosy_engine.frontend.media.pool import MAX_PROCESSES, MediaPool, NoProcessor
+from argosy_engine.frontend.media.pool import MAX_PROCESSES, RETRY_S, MediaPool, NoProcessor
 from argosy_engine.frontend.media.worker import ImageJob, ImageResult, ProcessorArgs, ProcessorInfo
 from argosy_engine.messages import MediaTensor, MultimodalFeature
 from argosy_engine.resolved_config import MediaConfig, ResolvedConfig, image_background
@@ -41,6 +42,8 @@ logger = logging.getLogger("argosy.frontend")
 
 MAX_REQUEST_BYTES: Final = 512 << 20
 """Tensors of all images of a request. 16,000 tokens of images have about 300 MB."""
+MAX_HELD_BYTES: Final = 2 << 30
+"""Images that requests hold in one API process, besides those of the cache, until they are rendered."""
 MAX_UUID: Final = 256
 MAX_UUIDS: Final = 1 << 16
 """That are kept, a few megabytes."""
@@ -51,7 +54,7 @@ _TOKEN_BYTES: Final = 36
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-class ProcessedImage(msgspec.Struct, frozen=True):
+class ProcessedImage(msgspec.Struct, frozen=True, weakref=True):
     """An image as the model gets it, wherever it stands in a prompt."""
 
     identifier: str
@@ -174,6 +177,11 @@ class MediaProcessor:
         self._loader = loader or MediaLoader(media.allowed_domains, media.allowed_path)
         self._max_tokens = config.max_model_len
         self._cache = _Cache(media.cache_bytes)
+        self._max_held = media.cache_bytes + MAX_HELD_BYTES
+        self._num_held = 0
+        """Bytes of the images that somebody holds, the cache included, and of those in `_released`."""
+        self._released: deque[int] = deque()
+        """Bytes of images that nobody holds any more; any thread adds them."""
 
     @classmethod
     def of(cls, config: ResolvedConfig, *, has_mistral_tokenizer: bool = False) -> MediaProcessor | None:
@@ -268,7 +276,8 @@ class MediaProcessor:
     async def _load_all(
         self, parts: Sequence[_ImagePart], options: _Options, num_bytes: int
     ) -> list[ProcessedImage]:
-        """Load images, some at a time; equal ones once.
+        """Load images, some at a time; equal ones once. A uuid stands for the image that came with it last before it,
+        in this request or an earlier one.
 
         Args:
             num_bytes: that the request's other images have.
@@ -276,11 +285,28 @@ class MediaProcessor:
         places = asyncio.Semaphore(2 * num_processes())
         running: dict[bytes, asyncio.Future[ProcessedImage]] = {}
         num_tokens = 0
+        named: dict[int, ProcessedImage | int] = {}
+        """Of parts without an image: the one that is kept, or the index of the part that has it."""
+        uuids: dict[str, int] = {}
+        contents: dict[int, bytes] = {}
+        for index, part in enumerate(parts):
+            uuid = _uuid_of(part)
+            if _url_of(part) is None:
+                assert uuid is not None
+                named[index] = uuids[uuid] if uuid in uuids else self._kept(part, uuid, options)
+            elif uuid is not None:
+                uuids[uuid] = index
 
-        async def load(part: _ImagePart) -> ProcessedImage:
+        async def load(index: int) -> ProcessedImage:
             nonlocal num_tokens, num_bytes
-            async with places:
-                image, is_new = await self._load_part(part, options, running)
+            known = named.get(index)
+            if isinstance(known, int):
+                image, is_new = await asyncio.shield(tasks[known]), False
+            elif known is not None:
+                image, is_new = known, True
+            else:
+                async with places:
+                    image, is_new, contents[index] = await self._load_part(parts[index], options, running)
             num_tokens += len(image.token_ids)
             num_bytes += image.num_bytes if is_new else 0
             if num_tokens > self._max_tokens:
@@ -298,35 +324,27 @@ class MediaProcessor:
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(load(part)) for part in parts]
+                tasks = [group.create_task(load(index)) for index in range(len(parts))]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        for uuid, index in uuids.items():
+            self._cache.name((options.tenant, options.salt, uuid), contents[index])
         return [task.result() for task in tasks]
 
     async def _load_part(
         self, part: _ImagePart, options: _Options, running: dict[bytes, asyncio.Future[ProcessedImage]]
-    ) -> tuple[ProcessedImage, bool]:
-        """Return the image of a part, and whether no other part of the request has brought it."""
-        url, uuid = _url_of(part), _uuid_of(part)
-        named = None if uuid is None else (options.tenant, options.salt, uuid)
-        if url is None:
-            content = None if named is None else self._cache.named(named)
-            image = None if content is None else self._cache.get(_key(content, options))
-            if image is None:
-                raise InvalidRequest(
-                    f"{part.where}: no image is kept here for the uuid {uuid!r}; send it with its image_url",
-                    param=part.where,
-                )
-            return image, True
+    ) -> tuple[ProcessedImage, bool, bytes]:
+        """Return the image that a part brings, whether no other part of the request has brought it, and the digest of
+        its content."""
+        url = _url_of(part)
+        assert url is not None
         media = await self._loader.load(url, part.where)
         content = await _digest(media.data)
-        if named is not None:
-            self._cache.name(named, content)
         key = _key(content, options)
         if (image := self._cache.get(key)) is not None:
-            return image, True
+            return image, True, content
         if (other := running.get(key)) is not None:
-            return await asyncio.shield(other), False
+            return await asyncio.shield(other), False, content
         mine = running[key] = asyncio.get_running_loop().create_future()
         mine.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised here, too
         try:
@@ -339,16 +357,48 @@ class MediaProcessor:
                 options.background,
             )
             result = await self._pool.run(job, media.data, part.where, options.tenant)
+            image = self._processed(result, options, part.where)
+            self._hold(image)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 mine.cancel()
             else:
                 mine.set_exception(error)
             raise
-        image = self._processed(result, options, part.where)
         self._cache.put(key, image)
         mine.set_result(image)
-        return image, True
+        return image, True, content
+
+    def _kept(self, part: _ImagePart, uuid: str, options: _Options) -> ProcessedImage:
+        """Return the image that a uuid stands for.
+
+        Raises:
+            InvalidRequest: it is not kept.
+        """
+        content = self._cache.named((options.tenant, options.salt, uuid))
+        image = None if content is None else self._cache.get(_key(content, options))
+        if image is None:
+            raise InvalidRequest(
+                f"{part.where}: no image is kept here for the uuid {uuid!r}; send it with its image_url",
+                param=part.where,
+            )
+        return image
+
+    def _hold(self, image: ProcessedImage) -> None:
+        """Count an image for as long as it is held.
+
+        Raises:
+            ResourceBusy: there is no room for it beside others.
+        """
+        while self._released:
+            self._num_held -= self._released.popleft()
+        if self._num_held and self._num_held + image.num_bytes > self._max_held:
+            raise ResourceBusy(
+                f"images of {self._num_held >> 20} MiB are held by requests that wait for further ones",
+                retry_after_s=RETRY_S,
+            )
+        self._num_held += image.num_bytes
+        weakref.finalize(image, self._released.append, image.num_bytes).atexit = False
 
     def _processed(self, result: ImageResult, options: _Options, where: str) -> ProcessedImage:
         if not result.num_embeds:
