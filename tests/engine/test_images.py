@@ -22,7 +22,9 @@ from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, ResourceBusy
 from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
 from argosy_engine.model_configs.vision_config import SEEING_BY_TRANSFORMERS, SEEING_WRAPPERS, VisionSpec
+from argosy_engine.models.image_encoder import ImageEncoder
 from argosy_engine.params import SamplingParams
+from argosy_engine.worker.image_inputs import _tensor
 from image_checkpoints import (
     Image,
     generated,
@@ -200,6 +202,63 @@ def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(tmp_path: Path) 
         again = replace(bad, request_id="again", mm_features=[])
         (found,) = generated(client, [again])  # nothing of the bad one was kept
         assert len(found) == COUNT
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_item_without_memory_ends_its_requests_alone(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the next step, which computes more of it, is planned already."""
+    model = written("qwen2_5_vl", tmp_path)
+    encode, texts = ImageEncoder.encode, list(range(60, 67))
+    good, bad = ([texts, *prompts_of(model)[index]] for index in (4, 0))
+
+    def without_memory(self: ImageEncoder, inputs: Any, num_embeds: int) -> torch.Tensor:
+        if torch.equal(inputs["pixel_values"], _tensor(lacking)):
+            raise torch.OutOfMemoryError("no memory")
+        return encode(self, inputs, num_embeds)
+
+    monkeypatch.setattr(ImageEncoder, "encode", without_memory)
+    flags = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "async_scheduling": is_async}
+    with closing(client_of(tmp_path, **flags)) as client:
+        requests = [
+            *requests_of(model, [bad], COUNT, 0),
+            *requests_of(model, [bad], COUNT, 1),
+            *requests_of(model, [good], COUNT, 2),
+        ]
+        lacking = requests[0].mm_features[0].inputs["pixel_values"]
+        for request in requests:
+            client.add_request(request)
+        errors: dict[str, str] = {}
+        tokens: list[int] = []
+        while client.has_work:
+            for output in client.step().outputs:
+                if output.error is not None:
+                    errors[output.request_id] = output.error
+                tokens += output.new_token_ids
+        assert errors.keys() == {request.request_id for request in requests[:2]}
+        assert all("not enough memory" in error for error in errors.values())
+        assert tokens == reference_tokens(model, good, COUNT)
+        client.core.scheduler.check()
+
+
+def test_an_image_of_a_step_that_computes_nothing_is_encoded_later(tmp_path: Path) -> None:
+    """The first request holds the blocks that the second one needs, until its last token arrives."""
+    model = written("qwen2_5_vl", tmp_path)
+    (first,) = requests_of(model, [[list(range(40, 110))]], 1, 1)
+    prompt = [*prompts_of(model)[0], list(range(60, 90))]
+    (second,) = requests_of(model, [prompt], COUNT, 2)
+    flags = {"num_gpu_blocks_override": 7, "max_model_len": 80, "enable_prefix_caching": False}
+    with closing(client_of(tmp_path, async_scheduling=True, **flags)) as client:
+        client.add_request(first)
+        client.step()
+        client.add_request(second)
+        tokens: list[int] = []
+        while client.has_work:
+            for output in client.step().outputs:
+                tokens += output.new_token_ids if output.request_id == second.request_id else []
+            client.core.scheduler.check()
+        assert tokens == reference_tokens(model, prompt, COUNT)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ that computes the item's last token; the step under construction holds what any 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import prod
 
 from argosy_engine.messages import EngineCoreRequest, MultimodalFeature
@@ -98,6 +99,17 @@ class EncoderCacheManager:
         self.leave_all(_STEP)
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def cancel_step(self, identifiers: Iterable[str]) -> None:
+        """End the step under construction, which is not computed.
+
+        Args:
+            identifiers: of what it would have encoded, which no request holds.
+        """
+        self.leave_all(_STEP)
+        for identifier in identifiers:
+            del self._unheld[identifier]
+            self._drop(identifier)
 
     def reset(self) -> None:
         """Drop everything: nothing is known of what the workers hold."""

@@ -231,7 +231,12 @@ class Scheduler:
             self._schedule_waiting(plan, favoured)
         assert plan.token_budget >= 0
         released, self._released = self._released, []
-        step = plan.step(released, self.encoder_cache.end_step())
+        if plan.num_scheduled_tokens:
+            dropped = self.encoder_cache.end_step()
+        else:  # workers neither encode nor drop without tokens
+            self.encoder_cache.cancel_step([each.identifier for each in plan.encoder_inputs])
+            plan.encoder_inputs, dropped = [], []
+        step = plan.step(released, dropped)
         if self.pipeline_parallel_size > 1:
             step.new_token_ids = self._new_token_ids(plan)
             self.running.sort(key=lambda request: request.request_id in plan.num_scheduled_tokens)
@@ -446,6 +451,8 @@ class Scheduler:
         if request.media_end <= start:
             return num_new
         num_new = self._whole(request, start, num_new, plan)
+        if not num_new:
+            return 0
         for feature in request.mm_features:
             if feature.offset >= start + num_new:
                 break

@@ -46,9 +46,12 @@ class ImageInputs:
     """
     Args:
         num_slots: of the input batch.
+        can_fail_alone: whether an item for which there is no memory fails as others do; not if there are further ranks,
+            which may have memory for it.
     """
 
-    def __init__(self, loaded: LoadedImages, num_slots: int) -> None:
+    def __init__(self, loaded: LoadedImages, num_slots: int, *, can_fail_alone: bool = False) -> None:
+        self._can_fail_alone = can_fail_alone
         self._spec, self._encoder, self._rotary = loaded.spec, loaded.encoder, loaded.rotary
         self._outputs: dict[str, torch.Tensor] = {}
         self._images: dict[int, Sequence[_Image]] = {}
@@ -62,7 +65,7 @@ class ImageInputs:
         """Drop and make encoder outputs as a step says. Return, by identifier, why items could not be encoded.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for one of them.
+            torch.OutOfMemoryError: there is no memory for one of them, and it cannot fail alone.
         """
         for identifier in step.freed_encoder_outputs:
             self._outputs.pop(identifier, None)
@@ -71,8 +74,12 @@ class ImageInputs:
             try:
                 inputs = {name: _tensor(each) for name, each in item.inputs.items()}
                 self._outputs[item.identifier] = self._encoder.encode(inputs, item.num_embeds)
-            except torch.OutOfMemoryError:
-                raise
+            except torch.OutOfMemoryError as error:
+                if not self._can_fail_alone:
+                    raise
+                logger.error("there is no memory to encode an %s: %s", item.modality, str(error)[:200])
+                failed[item.identifier] = "there is not enough memory on the device; send a smaller one"
+                self._outputs[item.identifier] = self._nothing(item)
             except Exception as error:  # whatever transformers' modules raise
                 logger.exception("an %s cannot be encoded", item.modality)
                 failed[item.identifier] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -80,9 +87,10 @@ class ImageInputs:
         return failed
 
     def _nothing(self, item: EncoderInput) -> torch.Tensor:
-        """Return embeddings for a step whose results are thrown away."""
+        """Return embeddings for steps whose results are thrown away, which take no memory."""
         width = (1 + self._spec.num_deepstack) * self._encoder.hidden_size
-        return torch.zeros(item.num_embeds, width, dtype=self._encoder.dtype, device=self._encoder.device)
+        zeros = torch.zeros(1, width, dtype=self._encoder.dtype, device=self._encoder.device)
+        return zeros.expand(item.num_embeds, width)
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Add a request, with or without images."""

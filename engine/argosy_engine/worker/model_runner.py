@@ -328,7 +328,9 @@ class ModelRunner:
         images: LoadedImages | None = None,
     ) -> None:
         self.model = model
-        self._images = None if images is None else ImageInputs(images, max_num_seqs)
+        self._images = (
+            None if images is None else ImageInputs(images, max_num_seqs, can_fail_alone=can_lose_steps)
+        )
         self._requires_graphs = requires_graphs
         self._pipeline = pipeline
         self._exchange = exchange
