@@ -295,7 +295,25 @@ def test_images_of_unfinished_requests_are_bounded(tmp_path: Path, monkeypatch: 
         client.add_request(third)
         while client.has_work:
             client.step()
-        assert not client.core.scheduler.media_bytes
+        assert not client.core.scheduler.media_bytes.total
+
+
+def test_a_tenant_leaves_room_for_images_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = written("qwen2_5_vl", tmp_path)
+    *many, last = list(requests_of(model, [prompts_of(model)[0]] * 5, COUNT))
+    size = sum(feature.num_bytes for feature in last.mm_features)
+    monkeypatch.setattr(engine_core, "MAX_MEDIA_BYTES", 4 * size)
+    for request, tenant in zip((*many, last), "aaaab", strict=True):
+        request.tenant = tenant
+    with closing(client_of(tmp_path)) as client:
+        for request in many[:3]:
+            client.add_request(request)
+        with pytest.raises(ResourceBusy, match="of the same key"):
+            client.add_request(many[3])
+        client.add_request(last)
+        while client.has_work:
+            client.step()
+        client.core.scheduler.check()
 
 
 def test_what_a_step_encodes_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,11 +337,13 @@ class EngineCore:
         """
         self.sleep_state.check_awake()
         request = request or self.preprocess_request(message)
-        held = self.scheduler.media_bytes
-        if request.media_bytes and held and held + request.media_bytes > MAX_MEDIA_BYTES:
+        held, size = self.scheduler.media_bytes, request.media_bytes
+        held.limit = MAX_MEDIA_BYTES
+        own = held.held_by(request.tenant)
+        if size and held.total and (held.is_full(size) or held.exceeds_share(request.tenant, size)):
             raise ResourceBusy(
-                f"the images of unfinished requests take {held >> 20} MiB, and those of this one "
-                f"{request.media_bytes >> 20} more, of {MAX_MEDIA_BYTES >> 20}; try again later"
+                f"the images of unfinished requests take {held.total >> 20} MiB, {own >> 20} of them of the same key, "
+                f"and those of this one {size >> 20} more, of {MAX_MEDIA_BYTES >> 20}; try again later"
             )
         if message.grammar is None:
             self.scheduler.add(request)

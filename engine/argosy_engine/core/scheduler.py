@@ -37,6 +37,7 @@ from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.steps import StepPlan, StepsInFlight
 from argosy_engine.core.waiting_queue import WaitingQueue
+from argosy_engine.fair_shares import TenantShares
 from argosy_engine.messages import (
     EngineCoreOutput,
     ErrorKind,
@@ -97,7 +98,7 @@ class Scheduler:
         self.pipeline_parallel_size = pipeline_parallel_size
         self.encoder_cache = EncoderCacheManager(max(max_num_batched_tokens, max_model_len))
         """No prompt has more placeholders than its context, so that what one request holds always fits."""
-        self.media_bytes = 0
+        self.media_bytes = TenantShares(0)
         """Of the tensors of all unfinished requests' multimodal items."""
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(max_num_seqs)
@@ -200,7 +201,8 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.media_bytes += request.media_bytes
+        if request.media_bytes:
+            self.media_bytes.add(request.tenant, request.media_bytes)
         self.kv.enqueue(request)
         if request.status in BLOCKED:
             self.blocked[request.request_id] = request
@@ -628,7 +630,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
-        self.media_bytes -= request.media_bytes
+        if request.media_bytes:
+            self.media_bytes.remove(request.tenant, request.media_bytes)
         self._set_pending(request, 0)
         self._released.append(request.request_id)
         self._charge_output(request)
@@ -671,7 +674,7 @@ class Scheduler:
         self._released += self.requests
         previous = self.waiting
         self.requests, self.waiting, self.blocked, self.running = {}, WaitingQueue(self.max_num_seqs), {}, []
-        self._num_pending_tokens = self.media_bytes = 0
+        self._num_pending_tokens, self.media_bytes = 0, TenantShares(0)
         for request in unanswered:
             self.kv.forget(request)
             request.num_computed_before = request.num_computed_tokens
@@ -704,7 +707,7 @@ class Scheduler:
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         self.waiting.check(self.running)
         assert all(not request.block_ids for request in (*self.waiting, *self.blocked.values()))
-        assert self.media_bytes == sum(request.media_bytes for request in self.requests.values())
+        assert self.media_bytes.total == sum(request.media_bytes for request in self.requests.values())
         pending = sum(request.num_pending_tokens for request in self.requests.values())
         assert pending == self._num_pending_tokens
         self.kv.waiting.check([request.request_id for request in (*self.waiting, *self.blocked.values())])

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed, ResourceBusy
+from argosy_engine.fair_shares import TenantShares
 from argosy_engine.frontend.admission import BoundedThreads
 from argosy_engine.frontend.media.worker import (
     DONE,
@@ -191,7 +192,7 @@ class MediaPool:
         self._server: _Server | None = None
         self._info: ProcessorInfo | None = None
         self._fault: str | None = None
-        self._num_bytes = 0
+        self._waiting = TenantShares(MAX_WAITING_BYTES)
         self._is_closed = False
 
     @property
@@ -227,14 +228,19 @@ class MediaPool:
             RequestFailed: the server cannot be started again.
             ResourceBusy: too many images wait, in all or of this tenant.
         """
-        if self._num_bytes and self._num_bytes + len(data) > MAX_WAITING_BYTES:
-            raise ResourceBusy(f"images of {self._num_bytes >> 20} MiB are waiting", retry_after_s=RETRY_S)
+        waiting, size = self._waiting, len(data)
+        if waiting.total and (waiting.is_full(size) or waiting.exceeds_share(tenant, size)):
+            raise ResourceBusy(
+                f"images of {waiting.total >> 20} MiB are waiting, {waiting.held_by(tenant) >> 20} of them of the same "
+                "key",
+                retry_after_s=RETRY_S,
+            )
         running = _Running()
-        self._num_bytes += len(data)
+        waiting.add(tenant, size)
         try:
             return await self._threads.run(lambda _: self._process(job, data, where, running), job, tenant)
         finally:
-            self._num_bytes -= len(data)
+            waiting.remove(tenant, size)
             running.cancel()
 
     def close(self) -> None:

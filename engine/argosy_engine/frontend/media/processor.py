@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from argosy_engine.errors import ConfigError, InvalidRequest, PromptTooLong, ResourceBusy
+from argosy_engine.fair_shares import TenantShares
 from argosy_engine.frontend.media.loader import MediaLoader
 from argosy_engine.frontend.media.pool import MAX_PROCESSES, RETRY_S, MediaPool, NoProcessor
 from argosy_engine.frontend.media.worker import ImageJob, ImageResult, ProcessorArgs, ProcessorInfo
@@ -177,11 +178,10 @@ class MediaProcessor:
         self._loader = loader or MediaLoader(media.allowed_domains, media.allowed_path)
         self._max_tokens = config.max_model_len
         self._cache = _Cache(media.cache_bytes)
-        self._max_held = media.cache_bytes + MAX_HELD_BYTES
-        self._num_held = 0
+        self._held = TenantShares(media.cache_bytes + MAX_HELD_BYTES)
         """Bytes of the images that somebody holds, the cache included, and of those in `_released`."""
-        self._released: deque[int] = deque()
-        """Bytes of images that nobody holds any more; any thread adds them."""
+        self._released: deque[tuple[str, int]] = deque()
+        """Tenants and bytes of images that nobody holds any more; any thread adds them."""
 
     @classmethod
     def of(cls, config: ResolvedConfig, *, has_mistral_tokenizer: bool = False) -> MediaProcessor | None:
@@ -358,7 +358,7 @@ class MediaProcessor:
             )
             result = await self._pool.run(job, media.data, part.where, options.tenant)
             image = self._processed(result, options, part.where)
-            self._hold(image)
+            self._hold(image, options.tenant)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 mine.cancel()
@@ -384,21 +384,23 @@ class MediaProcessor:
             )
         return image
 
-    def _hold(self, image: ProcessedImage) -> None:
+    def _hold(self, image: ProcessedImage, tenant: str) -> None:
         """Count an image for as long as it is held.
 
         Raises:
-            ResourceBusy: there is no room for it beside others.
+            ResourceBusy: there is no room for it beside others, or beside others of its tenant.
         """
+        held, size = self._held, image.num_bytes
         while self._released:
-            self._num_held -= self._released.popleft()
-        if self._num_held and self._num_held + image.num_bytes > self._max_held:
+            held.remove(*self._released.popleft())
+        if held.total and (held.is_full(size) or held.exceeds_share(tenant, size)):
             raise ResourceBusy(
-                f"images of {self._num_held >> 20} MiB are held by requests that wait for further ones",
+                f"images of {held.total >> 20} MiB are held by requests that wait for further ones, "
+                f"{held.held_by(tenant) >> 20} of them of the same key",
                 retry_after_s=RETRY_S,
             )
-        self._num_held += image.num_bytes
-        weakref.finalize(image, self._released.append, image.num_bytes).atexit = False
+        held.add(tenant, size)
+        weakref.finalize(image, self._released.append, (tenant, size)).atexit = False
 
     def _processed(self, result: ImageResult, options: _Options, where: str) -> ProcessedImage:
         if not result.num_embeds:
