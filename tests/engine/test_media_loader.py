@@ -314,6 +314,31 @@ async def test_other_files_are_not(path: str, folder: Path) -> None:
     )
 
 
+async def test_a_tenant_with_slow_hosts_leaves_places_to_others() -> None:
+    asked, is_answered = asyncio.Semaphore(0), asyncio.Event()
+
+    async def handle(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if b"slow" in request:
+            asked.release()
+            await is_answered.wait()
+        writer.write(whole())
+
+    async with host(handle) as port:
+        loader, url = MediaLoader((f"127.0.0.1:{port}",), permits=is_ours), f"http://127.0.0.1:{port}/"
+        slow = [asyncio.ensure_future(loader.load(f"{url}slow", "image_url", "a")) for _ in range(40)]
+        for _ in range(12):
+            await asked.acquire()
+        for left in slow[30:]:
+            left.cancel()
+        assert (await loader.load(f"{url}a.png", "image_url", "b")).data == PNG
+        assert asked.locked()
+        is_answered.set()
+        assert all(each.data == PNG for each in await asyncio.gather(*slow[:30]))
+        assert (await loader.load(f"{url}a.png", "image_url", "b")).data == PNG
+        assert not loader._fetches._held.total
+        assert not len(loader._fetches._waiting)
+
+
 @pytest.mark.parametrize("path", ["{root}/pipe", "{root}/up/secret.png", "{root}/link.png", "/dev/zero"])
 async def test_other_files_are_not_even_opened(
     path: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ import re
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
@@ -33,6 +33,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import httptools
 
 from argosy_engine.errors import InvalidRequest
+from argosy_engine.fair_shares import RoundRobinQueue, TenantShares
 
 MAX_IMAGE_BYTES: Final = 32 << 20
 """Of one image as it is sent. A photograph of 50 megapixels has half of it."""
@@ -116,6 +117,55 @@ def checked(data: bytes, declared: str, where: str) -> Media:
     return Media(data, found)
 
 
+class _Places:
+    """Places for connections, in which tenants take turns; each leaves some to others (`TenantShares`). One event loop
+    uses it.
+
+    Args:
+        count: of them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._held = TenantShares(count)
+        self._waiting: RoundRobinQueue[asyncio.Future[None]] = RoundRobinQueue()
+
+    @contextlib.asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a place, and hold it."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.push(tenant, turn)
+        self._give()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with contextlib.suppress(ValueError):  # passed over since
+                    self._waiting.remove(tenant, turn)
+            else:
+                self._take_back(tenant)
+            raise
+        try:
+            yield
+        finally:
+            self._take_back(tenant)
+
+    def _take_back(self, tenant: str) -> None:
+        self._held.remove(tenant, 1)
+        self._give()
+
+    def _give(self) -> None:
+        while not self._held.is_full(1):
+            firsts = self._waiting.firsts()
+            found = next((first for first in firsts if not self._held.exceeds_share(first[0], 1)), None)
+            if found is None:
+                return
+            tenant, turn = found
+            self._waiting.pop(tenant)
+            if not turn.cancelled():
+                self._held.add(tenant, 1)
+                turn.set_result(None)
+
+
 class MediaLoader:
     """
     Args:
@@ -141,13 +191,14 @@ class MediaLoader:
         self._timeout_s = timeout_s
         self._ssl = certificates
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._fetches = _Places(MAX_FETCHES)
 
-    async def load(self, url: str, where: str) -> Media:
+    async def load(self, url: str, where: str, tenant: str = "") -> Media:
         """Get an image.
 
         Args:
             where: the field that has the URL, for errors.
+            tenant: the request's tenant (`headers.TENANT`).
 
         Raises:
             InvalidRequest: the URL is refused, cannot be read in time, or has no image that is read.
@@ -162,8 +213,8 @@ class MediaLoader:
                 return await asyncio.to_thread(decode_data_url, url, where)
             case "http" | "https":
                 if self._loop is not (loop := asyncio.get_running_loop()):  # offline, each call has one
-                    self._loop, self._fetches = loop, asyncio.Semaphore(MAX_FETCHES)
-                async with self._fetches:
+                    self._loop, self._fetches = loop, _Places(MAX_FETCHES)
+                async with self._fetches.place(tenant):
                     return await self._fetch(url, where)
             case "file":
                 return await asyncio.to_thread(self._read_file, url, where)

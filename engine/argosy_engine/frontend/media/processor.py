@@ -338,7 +338,7 @@ class MediaProcessor:
         its content."""
         url = _url_of(part)
         assert url is not None
-        media = await self._loader.load(url, part.where)
+        media = await self._loader.load(url, part.where, options.tenant)
         content = await _digest(media.data)
         key = _key(content, options)
         if (image := self._cache.get(key)) is not None:
