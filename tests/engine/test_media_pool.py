@@ -167,6 +167,18 @@ async def test_a_server_that_is_killed_is_replaced(pool: MediaPool) -> None:
     assert pool.pid != first
 
 
+async def test_an_image_whose_server_is_killed_is_tried_again(pool: MediaPool) -> None:
+    """It is not at fault."""
+    first = pool.pid
+    assert first is not None
+    big = encoded(picture(4000, 3000), "PNG", compress_level=1)
+    running = asyncio.create_task(process(pool, big))
+    await asyncio.to_thread(wait_until, lambda: bool(children(first)), "a fork")
+    os.kill(first, signal.SIGKILL)
+    assert (await running).num_embeds
+    assert pool.pid != first
+
+
 async def test_a_server_that_hangs_is_replaced(pool: MediaPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORK_TIMEOUT_S", 0.2)
     first = pool.pid

@@ -40,6 +40,7 @@ logger = logging.getLogger("argosy.frontend")
 JOB_TIMEOUT_S: Final = 20.0
 """For one image, from its fork. The largest take three seconds; on a busy machine, several times as long."""
 FORK_TIMEOUT_S: Final = 5.0
+_END_S: Final = 0.05
 START_TIMEOUT_S: Final = 120.0
 """For the start of the server: it imports transformers, reads the tokenizer, and tries the processor."""
 MAX_JOBS: Final = 256
@@ -166,6 +167,12 @@ class _Server:
             raise
         return _Job(ours)
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended, and its forks with it, whose ends may be seen first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        return self._process.returncode is not None
+
     def kill(self) -> None:
         """Kill the process; the kernel then kills its forks."""
         self._control.close()
@@ -286,6 +293,8 @@ class MediaPool:
             except (OSError, EOFError):
                 if time.monotonic() >= deadline - 1:  # the kernel's timer may be first
                     raise _too_long(where, self._job_timeout_s) from None
+                if not running.is_cancelled and server.has_ended():
+                    raise _ServerLost("the process for images ended") from None
                 raise InvalidRequest(
                     f"{where}: the image ended the process that decodes it; it is damaged, or too large",
                     param=where,
