@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from argosy_engine.api import served_engine
+from argosy_engine.api.served_engine import OpenAIServing
 from argosy_engine.errors import InvalidRequest, PromptTooLong, ResourceBusy
 from argosy_engine.frontend import input_processor
 from argosy_engine.frontend.input_processor import InputProcessor, check_images
@@ -454,6 +457,38 @@ def test_ten_thousand_parts_are_refused_before_any_is_loaded(served: Callable[[s
     with pytest.raises(InvalidRequest, match="the messages have 10200 images, at most 256"):
         model.prompt(messages)
     assert model.pool.num_jobs == done
+
+
+async def test_looking_for_images_does_not_hold_the_event_loop(
+    served: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template is tried with each role, and one that a request brings may take long; so may many parts."""
+    threads: list[bool] = []
+    model = served("llava")
+
+    def image_roles(request: ChatCompletionRequest) -> Callable[[str], bool]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return lambda role: False
+
+    def look(request: ChatCompletionRequest) -> frozenset[str]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return media_processor.image_roles(request)
+
+    renderer = SimpleNamespace(image_roles=image_roles)
+    llm = SimpleNamespace(input_processor=model.inputs, renderer=renderer)
+    serving = OpenAIServing(cast(Any, llm), ("tiny",))
+    monkeypatch.setattr(served_engine, "image_roles", look)
+    part = image_part(picture(8, 8))
+    for fields, count, expected in (({}, 1, [True, True]), ({"chat_template": "a"}, 1, [True, False]),
+                                    ({}, 32, [False, True])):  # fmt: skip
+        threads.clear()
+        request = chat([{"role": "user", "content": [part] * min(count * count, 1000)}] * count, **fields)
+        assert await serving.images_of(request, 10) == (None, 10)
+        assert threads == expected
+    many = chat([{"role": f"role {number}", "content": [part]} for number in range(17)])
+    with pytest.raises(InvalidRequest, match="the messages have 17 roles; at most 16"):
+        await serving.images_of(many, 10)
+    serving.close()
 
 
 def test_an_image_after_one_that_fails_is_not_waited_for(served: Callable[[str], Served]) -> None:

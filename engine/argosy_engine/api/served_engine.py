@@ -18,16 +18,18 @@ from argosy_engine.api.observability.metrics import EngineMetrics
 from argosy_engine.api.observability.request_records import RecordedOutputs
 from argosy_engine.api.observability.telemetry import LoadReport, StatsLog, TelemetryHub
 from argosy_engine.api.server_args import ServerArgs
+from argosy_engine.errors import InvalidRequest
 from argosy_engine.frontend.admission import RenderPool, stop_if_abandoned
 from argosy_engine.frontend.async_llm import AsyncLLM, SleepMode
 from argosy_engine.frontend.beam_search import beam_choices
+from argosy_engine.frontend.chat_template import MAX_ROLES
 from argosy_engine.frontend.input_processor import (
     asks_max_tokens,
     bound_answer,
     check_generates,
     check_images,
 )
-from argosy_engine.frontend.media.processor import ChatImages, has_images
+from argosy_engine.frontend.media.processor import ChatImages, image_roles, is_long
 from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.output_processor import GenerationOutput
 from argosy_engine.frontend.renderer import TokenizedPrompt
@@ -146,9 +148,23 @@ class OpenAIServing:
         Raises:
             ApiError, EngineError: as `MediaProcessor.load`.
         """
-        if not has_images(request) or (media := self.llm.input_processor.media) is None:
+        if (media := self.llm.input_processor.media) is None:
             return None, size
-        images = await media.load(request, self.tenant, self.llm.renderer.image_roles(request))
+        in_thread = asyncio.to_thread(image_roles, request) if is_long(request) else None
+        roles = image_roles(request) if in_thread is None else await in_thread
+        if not roles:
+            return None, size
+
+        def seen_roles(request: ChatCompletionRequest) -> list[str]:
+            return list(filter(self.llm.renderer.image_roles(request), roles))
+
+        if len(roles) > MAX_ROLES:  # for each, the template is tried
+            raise InvalidRequest(f"the messages have {len(roles)} roles; at most {MAX_ROLES}", "messages")
+        if request.chat_template is None:
+            seen = seen_roles(request)
+        else:  # whose time nobody knows
+            seen = await self.render_pool.run(size, seen_roles, request, self.tenant)
+        images = await media.load(request, self.tenant, seen.__contains__)
         return images, size if images is None else max(0, size - images.num_url_chars)
 
     async def prepare(
@@ -262,7 +278,6 @@ class OpenAIServing:
         count = len(prompts) * n
         if count > MAX_CHOICES:
             raise BadRequest(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} choices", param="n")
-        check_images(prompts, n)
         resumed = (
             [choice.token_ids for choice in request.resume.choices] if request.resume is not None else []
         )
@@ -288,6 +303,7 @@ class OpenAIServing:
                 asks_max_tokens=asks_max_tokens(request),
             )
         ]
+        check_images(core_requests)
         bound_answer(core_requests, n, request)
         return core_requests
 

@@ -100,7 +100,7 @@ _LATER: Sequence[tuple[list[Message], list[Message]]] = (
 """Messages before and after the probe."""
 _KNOWN_ROLES = 256
 """Number of answers kept; clients choose the names of roles."""
-_MAX_ROLES = 16
+MAX_ROLES = 16
 """Roles of one request: each may take as many renderings as there are probes."""
 _MAX_VALUE_CHARS = 1024
 """A template argument that is longer as JSON is not given to the probes."""
@@ -165,8 +165,8 @@ class TemplateRoles:
             InvalidRequest: the template would drop a message, or there are too many roles.
         """
         num_roles = len({message["role"] for message in messages})
-        if num_roles > _MAX_ROLES:
-            raise InvalidRequest(f"the messages have {num_roles} roles; at most {_MAX_ROLES}", "messages")
+        if num_roles > MAX_ROLES:
+            raise InvalidRequest(f"the messages have {num_roles} roles; at most {MAX_ROLES}", "messages")
         given = _given(has_tools, has_documents, arguments or {})
         return [self._known(message, index, given) for index, message in enumerate(messages)]
 

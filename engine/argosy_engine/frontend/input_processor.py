@@ -690,11 +690,12 @@ def bound_answer(core_requests: Sequence[EngineCoreRequest], n: int, request: Ge
         core.sampling_params = params.replace(max_tokens=min(params.max_tokens or room, room))
 
 
-def check_images(prompts: Sequence[TokenizedPrompt], copies: int) -> None:
+def check_images(prompts: Sequence[TokenizedPrompt | EngineCoreRequest], copies: int = 1) -> None:
     """Check the size of a call's images, of which each request has a copy.
 
     Args:
-        copies: requests of each prompt that are computed at a time: choices or beams.
+        prompts: of the call, or its requests.
+        copies: requests of each of them that are computed at a time: beams.
 
     Raises:
         InvalidRequest: they are too large in all.
@@ -704,7 +705,7 @@ def check_images(prompts: Sequence[TokenizedPrompt], copies: int) -> None:
         raise InvalidRequest(
             f"the images of all choices become {total >> 20} MiB of patches, at most {MAX_CALL_MEDIA_BYTES >> 20} are "
             "taken; reduce n, or send fewer or smaller images",
-            param="n" if copies > 1 else "messages",
+            param="n" if len(prompts) * copies > 1 else "messages",
         )
 
 

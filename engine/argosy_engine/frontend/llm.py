@@ -38,7 +38,7 @@ from argosy_engine.frontend.beam_search import (
     max_output_tokens,
 )
 from argosy_engine.frontend.input_processor import InputProcessor
-from argosy_engine.frontend.media.processor import ChatImages, has_images
+from argosy_engine.frontend.media.processor import ChatImages, image_roles
 from argosy_engine.frontend.model_source import budget_table, local_model
 from argosy_engine.frontend.observer import Choices
 from argosy_engine.frontend.output_processor import (
@@ -507,7 +507,7 @@ class LLM:
     def _images_of(self, request: ChatCompletionRequest) -> ChatImages | None:
         """Load the images of a chat; None if it has none, or the model gets none."""
         media = self.input_processor.media
-        if media is None or not has_images(request):
+        if media is None or not image_roles(request):
             return None
         loading = media.load(request, is_seen=self.renderer.image_roles(request))
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a running event loop

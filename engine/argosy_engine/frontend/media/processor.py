@@ -49,6 +49,8 @@ MAX_UUID: Final = 256
 MAX_UUIDS: Final = 1 << 16
 """That are kept, a few megabytes."""
 _HASHED_INLINE: Final = 1 << 20
+_INLINE_PARTS: Final = 4096
+"""Of messages, that are looked at on the event loop."""
 _TOKEN_BYTES: Final = 36
 """Of one token id in a list."""
 
@@ -236,8 +238,10 @@ class MediaProcessor:
         found: dict[int, ProcessedImage] = {}
         kwargs, background = self._arguments(request)
         num_bytes = num_url_chars = 0
+        is_in_thread = is_long(request)
         for index, messages in enumerate(chats):
-            parts = list(_image_parts(messages, f"messages[{index}]" if is_batch else "messages", is_seen))
+            listing = _image_parts(messages, f"messages[{index}]" if is_batch else "messages", is_seen)
+            parts = await asyncio.to_thread(list, listing) if is_in_thread else list(listing)
             if len(parts) > self._media.max_images:
                 raise InvalidRequest(
                     f"the messages have {len(parts)} images, at most {self._media.max_images} are taken "
@@ -456,14 +460,27 @@ def _chats(request: ChatCompletionRequest) -> Sequence[Sequence[ChatMessage]]:
     return [request.messages]
 
 
-def has_images(request: ChatCompletionRequest) -> bool:
-    """Whether some message has a part that is an image. Fast."""
-    return any(
-        part.get("type") == "image_url"
+def image_roles(request: ChatCompletionRequest) -> frozenset[str]:
+    """Return the roles of messages of which a part is an image. Linear in the parts (`is_long`)."""
+    return frozenset(
+        message.role
         for messages in _chats(request)
         for message in messages
         if isinstance(message.content, list)
-        for part in message.content
+        and any(part.get("type") == "image_url" for part in message.content)
+    )
+
+
+def is_long(request: ChatCompletionRequest) -> bool:
+    """Whether a request has so many parts that nobody may go through them on an event loop."""
+    return (
+        sum(
+            len(message.content)
+            for messages in _chats(request)
+            for message in messages
+            if isinstance(message.content, list)
+        )
+        > _INLINE_PARTS
     )
 
 
