@@ -237,7 +237,7 @@ def test_calls_take_the_arguments_of_vllm_s(llm: LLM) -> None:
         ({"priority": [0, 0]}, "2 priorities for 1 prompts; give one for all, or one for each"),
         ({"lora_request": "adapter"}, "lora_request is not supported: adapters are not served yet"),
         ({"tokenization_kwargs": {"truncation": True}}, "tokenization_kwargs is not supported"),
-        ({"mm_processor_kwargs": {"num_crops": 1}}, "mm_processor_kwargs is not supported: models read text"),
+        ({"mm_processor_kwargs": {"num_crops": 1}}, "mm_processor_kwargs is not supported: give it to LLM"),
     ):
         given: dict[str, Any] = arguments
         with pytest.raises(InvalidRequest, match=told):
@@ -273,10 +273,9 @@ def test_arguments_of_vllm_s_engine_are_those_of_its_command_line(caplog: pytest
         "trust_remote_code has no effect: a checkpoint's code is never run; its model runs on argosy's own code or on "
         "transformers'",
         "disable_log_stats has no effect: lines of statistics are a server's",
-        "limit_mm_per_prompt has no effect: images, videos and audio are not served; leave it out, or set every limit "
-        "to 0",
-        "language_model_only has no effect: models read text only",
     ]
+    assert args.language_model_only
+    assert args.limit_mm_per_prompt == {"image": 0}
     for arguments, told in (
         ({"enable_lora": True}, "enable_lora is not supported: adapters are not served yet"),
         (

@@ -19,7 +19,7 @@ from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.frontend.tokenizer import Tokenizer
 from argosy_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from argosy_engine.params import SamplingParams
-from argosy_engine.resolved_config import ParserConfig, RequestDefaults, TokenizerConfig
+from argosy_engine.resolved_config import MediaConfig, ParserConfig, RequestDefaults, TokenizerConfig
 
 
 class Clock:
@@ -182,7 +182,8 @@ class Rejections(Observer):
 async def test_a_full_engine_refuses_until_a_client_leaves() -> None:
     client = SilentClient()
     processor = SimpleNamespace(
-        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny"))),
+        close=lambda: None,
     )
     llm = AsyncLLM(client, processor)  # type: ignore[arg-type]
 
@@ -214,7 +215,8 @@ async def test_a_client_that_fills_its_rank_leaves_the_others_to_everybody() -> 
         max_num_queued_reqs=4, max_num_queued_tokens=None, block_size=16, data_parallel_size=2
     )
     processor = SimpleNamespace(
-        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny")))
+        renderer=SimpleNamespace(tokenizer=Tokenizer(resolve_model("builtin://tiny"))),
+        close=lambda: None,
     )
     llm = AsyncLLM(client, processor)  # type: ignore[arg-type]
 
@@ -259,6 +261,7 @@ def test_a_priority_needs_an_engine_that_schedules_by_it(policy: str, is_refused
         tokenizer=TokenizerConfig(),
         request_defaults=RequestDefaults(),
         has_copies=False,
+        media=MediaConfig(),
         pooling=None,
     )
     processor = InputProcessor(config)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ SECRET = "my diagnosis is"
 async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
     """What a client gets where making its prompt raises `error`."""
 
-    def render_chat(request: object) -> object:
+    def render_chat(request: object, images: object = None) -> object:
         raise error
 
     llm = SimpleNamespace(

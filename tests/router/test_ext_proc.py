@@ -617,9 +617,12 @@ async def test_bytes_that_are_no_message_end_the_stream() -> None:
 async def test_streams_over_the_limit_are_refused_and_the_others_served() -> None:
     limits = ServerLimits(max_connections=4)
     async with rig([FakeEngine()], ext_proc_port=0, server=limits) as r, envoy(r) as gateway:
-        held = [gateway.open() for _ in range(4)]
-        for stream in held:
-            assert await stream.ask([json.dumps(chat()).encode()]) is None
+        held = []
+        for _ in range(
+            4
+        ):  # one after the other: a stream that says nothing while others are asked is cut in the end
+            held.append(gateway.open())
+            assert await held[-1].ask([json.dumps(chat()).encode()]) is None
         surplus = [gateway.open() for _ in range(50)]
         for stream in surplus:
             assert await stream.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -22,9 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from argosy_engine.native.kernel_choice import Figures, Measure, kept_figures, measured_figures
 from argosy_engine.native.private_folder import NoPrivateFolder, private_folder
+
+if TYPE_CHECKING:
+    from argosy_engine.native.kernel_choice import Figures, Measure
 
 log = logging.getLogger(__name__)
 
@@ -221,6 +224,9 @@ class MeasuredChoice:
         Args:
             measure: None: only kept figures are returned.
         """
+        # It needs msgspec, without which the kernels of an image are built.
+        from argosy_engine.native.kernel_choice import kept_figures, measured_figures
+
         names = self.default.name, self.rival.name
         try:
             file = self.file(private_folder("native"))
