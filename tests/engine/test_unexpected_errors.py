@@ -28,6 +28,7 @@ async def answer_of(error: Exception, *, stream: bool) -> httpx.Response:
         is_sleeping=False,
         queue_limits=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=render_chat),
+        input_processor=SimpleNamespace(media=None),
     )
     transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
