@@ -88,6 +88,7 @@ async def test_long_prompts_are_tokenised_in_a_thread(
         is_sleeping=False,
         queue_limits=SimpleNamespace(check=lambda num_reqs: None),
         renderer=SimpleNamespace(render_chat=prompt, render_completion=prompt),
+        input_processor=SimpleNamespace(media=None),
     )
     transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:

@@ -223,7 +223,7 @@ async def test_the_core_s_requests_are_made_where_the_prompt_is_rendered(endpoin
     llm = SimpleNamespace(
         renderer=renderer,
         queue_limits=SimpleNamespace(check=lambda _: None),
-        input_processor=SimpleNamespace(sampling_params=sampling_params),
+        input_processor=SimpleNamespace(sampling_params=sampling_params, media=None),
     )
     serving = OpenAIServing(llm, ("tiny",))  # type: ignore[arg-type]
     of_chat = endpoint.startswith("chat")

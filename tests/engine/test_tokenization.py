@@ -38,7 +38,10 @@ def renderer() -> Renderer:
 
 @pytest.fixture
 async def http(renderer: Renderer) -> AsyncIterator[httpx.AsyncClient]:
-    llm = SimpleNamespace(is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, renderer=renderer)
+    blind = SimpleNamespace(media=None)
+    llm = SimpleNamespace(
+        is_dead=False, heartbeat_age_s=0.0, is_sleeping=False, renderer=renderer, input_processor=blind
+    )
     transport = httpx.ASGITransport(app=build_app(StubEngine(llm)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         yield client
