@@ -9,6 +9,12 @@ On SIGUSR1 a process writes the stacks of all threads and a description of its s
 handler itself, in C, writes the stacks, so a process that hangs writes them too. A separate thread writes the
 description, because the main thread may be the one that hangs. A process that may have no other thread writes its name
 at least.
+
+A fork server does its imports once and then forks for each job. A job is thus a process that starts within
+milliseconds, can be killed at any time, has a limit of memory, and affects nothing else if native code crashes. The
+server has one thread and does nothing but fork. Its client sends it single bytes, each with the socket of a job. Over
+that the server sends `FORKED` with the fork's pidfd, by which the client can kill a fork that is stopped; all else is
+between client and fork.
 """
 
 from __future__ import annotations
@@ -24,13 +30,15 @@ import queue
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from argosy_engine.errors import ConfigError
@@ -312,3 +320,195 @@ def make_shared_memory(num_processes: int, num_columns: int) -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+FORKED = b"P"
+"""Sent by a fork server over a job's socket, with a pidfd of the fork if the kernel supports pidfds."""
+
+
+def run_fork_server(name: str, serve: Callable[[socket.socket], None]) -> None:
+    """Be the main function of a fork server, which `start_fork_server` has started.
+
+    Args:
+        name: of the program, for what it writes on SIGUSR1.
+        serve: is given the server's socket; calls `fork_for_jobs` once it is ready.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    dump_stacks_on_signal(name)
+    # Ctrl-C goes to the whole process group, but the parent decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
+    fd, parent = (int(argument) for argument in sys.argv[1:])
+    die_with_parent(parent)
+    serve(socket.socket(fileno=fd))
+
+
+def fork_for_jobs(
+    control: socket.socket,
+    work: Callable[[socket.socket], None],
+    refuse: Callable[[socket.socket, str], None],
+) -> None:
+    """Fork for each job until the other end of the socket is closed.
+
+    Args:
+        work: runs a job in its fork, given the job's socket.
+        refuse: tells the client of a job that the system cannot fork.
+    """
+    gc.collect()
+    gc.freeze()
+    parent = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        for fd in fds:
+            with socket.socket(fileno=fd) as job:
+                _fork(job, control, parent, work, refuse)
+
+
+def _fork(
+    job: socket.socket,
+    control: socket.socket,
+    parent: int,
+    work: Callable[[socket.socket], None],
+    refuse: Callable[[socket.socket, str], None],
+) -> None:
+    try:
+        pid = os.fork()
+    except OSError as error:
+        with suppress(OSError):
+            refuse(job, str(error))
+        return
+    if pid == 0:
+        code = 1
+        try:
+            control.close()
+            die_with_parent(parent)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # If the system runs out of memory, the kernel should kill this process first.
+            with suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text("1000")
+            work(job)
+            code = 0
+        finally:
+            os._exit(code)
+    pidfd = open_pidfd(pid)
+    with suppress(OSError):  # the job was cancelled
+        socket.send_fds(job, [FORKED], [] if pidfd is None else [pidfd])
+    if pidfd is not None:
+        os.close(pidfd)
+
+
+def limit_memory(max_bytes: int) -> None:
+    """Limit the memory of this process to so much more than it has."""
+    # Limit private writable memory, not address space, of which each native thread reserves much without using it.
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + max_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def framed(payload: bytes) -> bytes:
+    """Prefix a message with its length (4 bytes, little endian)."""
+    return len(payload).to_bytes(4, "little") + payload
+
+
+def receive_framed(connection: socket.socket) -> bytes:
+    """Receive a message that is preceded by its length. Ends the process if the other end is closed."""
+    return receive_exactly(connection, int.from_bytes(receive_exactly(connection, 4), "little"))
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive so many bytes. Ends the process if the other end is closed."""
+    received = bytearray(size)
+    view = memoryview(received)
+    done = 0
+    while done < size:
+        count = connection.recv_into(view[done:])
+        if not count:
+            sys.exit(0)
+        done += count
+    return bytes(received)
+
+
+def start_fork_server(module: str, **environment: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a fork server, whose main function is `run_fork_server`; return it, and the socket to it.
+
+    Args:
+        module: of its main function.
+        environment: variables of it besides this process' own.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    control, theirs = socket.socketpair()
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    try:
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                [sys.executable, *safe_path, "-m", module, str(theirs.fileno()), parent_argument()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # The server must have one thread only, because it forks.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **environment},
+            )
+    except BaseException:
+        control.close()
+        raise
+    return process, control
+
+
+class ForkedJob:
+    """The client's end of one job of a fork server, with its fork. Other threads may kill it.
+
+    Args:
+        connection: the job's socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._lock = threading.Lock()
+        self._pidfd: int | None = None
+        self._is_closed = False
+
+    def await_fork(self, timeout_s: float) -> None:
+        """Wait until the server has forked for this job.
+
+        Raises:
+            TimeoutError: the server did not fork in time.
+            EOFError: the server or the job has ended.
+            OSError: as EOFError.
+        """
+        self.socket.settimeout(timeout_s)
+        data, fds, _, _ = socket.recv_fds(self.socket, 1, 1)
+        with self._lock:
+            if fds and self._is_closed:
+                os.close(fds[0])
+            elif fds:
+                self._pidfd = fds[0]
+        if data != FORKED:
+            raise EOFError
+
+    def kill(self) -> None:
+        """End the job at once, even if its process is stopped. Reading and writing fail from then on."""
+        with self._lock:
+            if self._is_closed:
+                return
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            self._kill_fork()
+
+    def close(self) -> None:
+        """Close the socket and kill the fork."""
+        with self._lock:
+            self._is_closed = True
+            self._kill_fork()
+            self.socket.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+    def _kill_fork(self) -> None:
+        if self._pidfd is not None:
+            with suppress(OSError):  # it has ended already
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_arguments_of_the_flag_that_the_processor_does_not_take_end_the_start(fo
 
 
 def test_a_server_that_cannot_start_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     made = MediaPool(processor_args(resolved(folder)), 1)
     with pytest.raises(NoProcessor, match="does not start"):
         made.info()

@@ -1,17 +1,14 @@
 """Grammar server: the process that compiles grammars, and the engine core's client of it. The process is
 `python -m argosy_engine.structured.grammar_server FD PARENT`.
 
-The server imports XGrammar and reads the vocabulary once, then forks for each grammar. Each compilation is thus a
-process that starts within milliseconds, can be killed at any time, has a memory limit, and affects nothing else if the
-native code crashes. The server has one thread and does nothing but fork; it ends with the engine core, because the
-socket between them closes and because the kernel kills it (`osproc`). FD is that socket, PARENT the
-argument of `die_with_parent`.
+The server imports XGrammar and reads the vocabulary once, then forks for each grammar. It is a fork server (`osproc`)
+and ends with the engine core, because the socket between them closes and because the kernel kills it. FD is that
+socket, PARENT the argument of `die_with_parent`.
 
-The core sends `GrammarServerArgs` over the server's stream socket, then single bytes, each with the socket of a job.
-Over the job's socket the server sends `FORKED` with a pidfd, by which the core can kill the compilation even if its
-process is stopped. The core then sends a `CompileJob` and nothing more, except perhaps `LOWER_PRIORITY`; closing the
-socket ends the compilation. The forked process replies with `STARTED`, one byte for the kind of answer, and the answer
-in msgpack. Both structs are preceded by their length (`framed`).
+The core sends `GrammarServerArgs` over the server's stream socket, and over a job's socket a `CompileJob` and nothing
+more, except perhaps `LOWER_PRIORITY`; closing the socket ends the compilation. The forked process replies with
+`STARTED`, one byte for the kind of answer, and the answer in msgpack. Both structs are preceded by their length
+(`framed`).
 
 A server that does not fork in time, because it is stopped or hangs in the kernel, is killed and replaced. Wall clock
 time decides, because such a process uses no CPU time. If a server is lost, the next one compiles the grammar again,
@@ -21,15 +18,12 @@ once.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
-import resource
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -38,11 +32,14 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.osproc import (
+    ForkedJob,
     SpawnerThread,
-    die_with_parent,
-    dump_stacks_on_signal,
-    open_pidfd,
-    parent_argument,
+    fork_for_jobs,
+    framed,
+    limit_memory,
+    receive_framed,
+    run_fork_server,
+    start_fork_server,
 )
 from argosy_engine.structured import compile_queue
 from argosy_engine.structured.compile_queue import BackendUnavailable, Grammar
@@ -56,8 +53,6 @@ from argosy_engine.structured.xgrammar_backend import (
     check_steps,
 )
 
-FORKED = b"P"
-"""Sent with a pidfd of the forked process, if the kernel supports pidfds."""
 STARTED = b"S"
 COMPILED = b"C"
 """Answer: the grammar, as `Serialized`."""
@@ -86,11 +81,6 @@ class CompileJob(Struct, frozen=True):
     """None asks for the `TokenTable`."""
 
 
-def framed(payload: bytes) -> bytes:
-    """Prefix a message with its length (4 bytes, little endian)."""
-    return len(payload).to_bytes(4, "little") + payload
-
-
 logger = logging.getLogger("argosy.structured")
 
 MAX_MEMORY_BYTES = 2 << 30
@@ -106,20 +96,12 @@ engine computes on all cores, the compilation would hardly run, and a large sche
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    dump_stacks_on_signal("argosy engine grammar server")
-    # Ctrl-C goes to the whole process group, but the core decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
-    fd, parent = (int(argument) for argument in sys.argv[1:])
-    die_with_parent(parent)
-    serve(socket.socket(fileno=fd))
+    run_fork_server("argosy engine grammar server", serve)
 
 
 def serve(control: socket.socket) -> None:
-    """Fork for each job until the other end of the socket is closed."""
-    args = msgspec.msgpack.decode(_receive(control), type=GrammarServerArgs)
+    """Read the vocabulary, and fork for each job until the other end of the socket is closed."""
+    args = msgspec.msgpack.decode(receive_framed(control), type=GrammarServerArgs)
     backend = XGrammarBackend(
         lambda: Vocabulary(Path(args.model_path), args.vocab_size, args.eos_token_ids), args.num_threads
     )
@@ -129,53 +111,17 @@ def serve(control: socket.socket) -> None:
     except Exception as error:  # the answer to every job
         logger.exception("grammars cannot be compiled")
         fault = str(error)
-    gc.collect()
-    gc.freeze()
-    parent = os.getpid()
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            return
-        for fd in fds:
-            with socket.socket(fileno=fd) as job:
-                _fork(job, control, parent, backend, fault)
-
-
-def _fork(
-    job: socket.socket, control: socket.socket, parent: int, backend: XGrammarBackend, fault: str | None
-) -> None:
-    try:
-        pid = os.fork()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            _answer(job, FAULT, str(error))
-        return
-    if pid == 0:
-        code = 1
-        try:
-            control.close()
-            die_with_parent(parent)
-            _work(job, backend, fault)
-            code = 0
-        finally:
-            os._exit(code)
-    pidfd = open_pidfd(pid)
-    with contextlib.suppress(OSError):  # the job was cancelled
-        socket.send_fds(job, [FORKED], [] if pidfd is None else [pidfd])
-    if pidfd is not None:
-        os.close(pidfd)
+    fork_for_jobs(
+        control, lambda job: _work(job, backend, fault), lambda job, reason: _answer(job, FAULT, reason)
+    )
 
 
 def _work(socket_: socket.socket, backend: XGrammarBackend, fault: str | None) -> None:
     """Run one job in a forked process: receive, compile, answer."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # If the system runs out of memory, the kernel should kill this process first.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    job = msgspec.msgpack.decode(_receive(socket_), type=CompileJob)
+    job = msgspec.msgpack.decode(receive_framed(socket_), type=CompileJob)
     # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
-    _limit_memory()
+    limit_memory(MAX_MEMORY_BYTES)
     socket_.sendall(STARTED)
     threading.Thread(target=_obey, args=(socket_,), daemon=True).start()
     kind, answer = _result(job, backend, fault)
@@ -198,28 +144,6 @@ def _result(
         return INVALID, str(error)
     except MemoryError:
         return INVALID, f"compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Receive a framed message. Ends the process if the other end is closed."""
-    return _receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 4), "little"))
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:  # a signal may cut MSG_WAITALL short
-        part = connection.recv(size - len(received), socket.MSG_WAITALL)
-        if not part:
-            sys.exit(0)
-        received += part
-    return received
-
-
-def _limit_memory() -> None:
-    # Limit private writable memory, not address space, of which each native thread reserves much without using it.
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _obey(job: socket.socket) -> None:
@@ -284,28 +208,8 @@ class _ForkServer:
         self.is_warm = False
         """Whether it has forked at least once."""
         self._is_killed = False
-        self._control, theirs = socket.socketpair()
+        self._process, self._control = start_fork_server("argosy_engine.structured.grammar_server")
         self._control.setblocking(False)  # its buffer holds more jobs than there can be
-        safe_path = ["-P"] if sys.flags.safe_path else []
-        try:
-            with theirs:
-                self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                    [
-                        sys.executable,
-                        *safe_path,
-                        "-m",
-                        "argosy_engine.structured.grammar_server",
-                        str(theirs.fileno()),
-                        parent_argument(),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    # The server must have one thread only, because it forks.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                )
-        except BaseException:
-            self._control.close()
-            raise
         self._warm_by = time.monotonic() + warm_up_timeout_s
         self._control.send(framed(msgspec.msgpack.encode(args)))
 
@@ -478,47 +382,21 @@ class GrammarClient:
         self._server = None
 
 
-class _Connection:
-    """Socket of one job, with its fork server and its forked process. Thread-safe."""
+class _Connection(ForkedJob):
+    """The client's end of one job, with its fork server. Thread-safe."""
 
-    def __init__(self, server: _ForkServer, job: socket.socket) -> None:
+    def __init__(self, server: _ForkServer, connection: socket.socket) -> None:
+        super().__init__(connection)
         self.server = server
-        self.job = job
-        self._lock = threading.Lock()
-        self._pidfd: int | None = None
-        self._is_closed = self._is_asked = self._is_lowered = False
+        self._is_asked = self._is_lowered = False
 
     def await_fork(self, timeout_s: float) -> None:
-        """Wait until the server has forked for this job.
-
-        Raises:
-            TimeoutError: the server did not fork in time.
-            EOFError: the server or the job has ended.
-            OSError: as EOFError.
-        """
-        self.job.settimeout(timeout_s)
-        data, fds, _, _ = socket.recv_fds(self.job, 1, 1)
-        with self._lock:
-            if fds and self._is_closed:
-                os.close(fds[0])
-            elif fds:
-                self._pidfd = fds[0]
-        if data != FORKED:
-            raise EOFError
+        super().await_fork(timeout_s)
         self.server.is_warm = True
-
-    def kill(self) -> None:
-        """End the job at once, even if its process is stopped. Reading and writing fail from then on."""
-        with self._lock:
-            if self._is_closed:
-                return
-            with contextlib.suppress(OSError):
-                self.job.shutdown(socket.SHUT_RDWR)
-            self._kill_forked()
 
     def ask(self, question: CompileJob) -> None:
         """Send the job. Raises OSError if the process has ended."""
-        self.job.sendall(framed(msgspec.msgpack.encode(question)))
+        self.socket.sendall(framed(msgspec.msgpack.encode(question)))
         with self._lock:
             self._is_asked = True
             if self._is_lowered:
@@ -534,22 +412,7 @@ class _Connection:
     def _send_lowered(self) -> None:
         if not self._is_closed:
             with contextlib.suppress(OSError):
-                self.job.send(LOWER_PRIORITY, socket.MSG_DONTWAIT)
-
-    def close(self) -> None:
-        """Close the socket and kill the forked process."""
-        with self._lock:
-            self._is_closed = True
-            self._kill_forked()
-            self.job.close()
-            if self._pidfd is not None:
-                os.close(self._pidfd)
-                self._pidfd = None
-
-    def _kill_forked(self) -> None:
-        if self._pidfd is not None:
-            with contextlib.suppress(OSError):  # it has ended already
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                self.socket.send(LOWER_PRIORITY, socket.MSG_DONTWAIT)
 
 
 class ForkedCompilation:
@@ -641,8 +504,8 @@ class ForkedCompilation:
         try:
             connection.ask(question)
             while True:
-                connection.job.settimeout(max(give_up_at - time.monotonic(), 0.001))
-                chunk = connection.job.recv(1 << 20)
+                connection.socket.settimeout(max(give_up_at - time.monotonic(), 0.001))
+                chunk = connection.socket.recv(1 << 20)
                 received += chunk
                 if not chunk:
                     return received

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from typing import Any, Final
@@ -26,14 +23,13 @@ from argosy_engine.frontend.admission import BoundedThreads
 from argosy_engine.frontend.media.worker import (
     DONE,
     FAULT,
-    FORKED,
     REFUSED,
     ImageJob,
     ImageResult,
     ProcessorArgs,
     ProcessorInfo,
 )
-from argosy_engine.osproc import SpawnerThread, parent_argument
+from argosy_engine.osproc import ForkedJob, SpawnerThread, framed, start_fork_server
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -60,53 +56,6 @@ class _ServerLost(Exception):
     """The media server, or the fork, ended before it answered."""
 
 
-class _Job:
-    """The socket of one job and its fork, which other threads may kill."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._lock = threading.Lock()
-        self._pidfd: int | None = None
-        self._is_closed = False
-
-    def await_fork(self, timeout_s: float) -> None:
-        """
-        Raises:
-            OSError, EOFError: the server has ended, or did not fork in time (TimeoutError).
-        """
-        self.connection.settimeout(timeout_s)
-        data, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
-        with self._lock:
-            if fds and self._is_closed:
-                os.close(fds[0])
-            elif fds:
-                self._pidfd = fds[0]
-        if data != FORKED:
-            raise EOFError
-
-    def kill(self) -> None:
-        """End the job at once. Reading and writing fail from then on."""
-        with self._lock:
-            if not self._is_closed:
-                with contextlib.suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                self._kill_fork()
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._kill_fork()
-            self.connection.close()
-            if self._pidfd is not None:
-                os.close(self._pidfd)
-                self._pidfd = None
-
-    def _kill_fork(self) -> None:
-        if self._pidfd is not None:
-            with contextlib.suppress(OSError):  # it has ended already
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-
 class _Server:
     """A media server, from its start to its end. `info` is set once it is ready.
 
@@ -115,22 +64,9 @@ class _Server:
     """
 
     def __init__(self, args: ProcessorArgs) -> None:
-        self._control, theirs = socket.socketpair()
-        safe_path = ["-P"] if sys.flags.safe_path else []
-        try:
-            with theirs:
-                self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                    [sys.executable, *safe_path, "-m", "argosy_engine.frontend.media.worker",
-                     str(theirs.fileno()), parent_argument()],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    # The server must have one thread only, because it forks.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
-                         "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
-                )  # fmt: skip
-        except BaseException:
-            self._control.close()
-            raise
+        self._process, self._control = start_fork_server(
+            "argosy_engine.frontend.media.worker", TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1"
+        )
         self._args = args
 
     @property
@@ -146,8 +82,7 @@ class _Server:
             OSError, EOFError: it has ended, or is not ready in time.
         """
         self._control.settimeout(timeout_s)
-        payload = msgspec.msgpack.encode(self._args)
-        self._control.sendall(len(payload).to_bytes(4, "little") + payload)
+        self._control.sendall(framed(msgspec.msgpack.encode(self._args)))
         kind, data = _receive_answer(self._control, time.monotonic() + timeout_s)
         if kind == REFUSED:
             raise NoProcessor(msgspec.msgpack.decode(data, type=str))
@@ -155,7 +90,7 @@ class _Server:
             raise ConfigError(f"--mm-processor-kwargs: {msgspec.msgpack.decode(data, type=str)}")
         return msgspec.msgpack.decode(data, type=ProcessorInfo)
 
-    def connect(self) -> _Job:
+    def connect(self) -> ForkedJob:
         """Send the server the socket of a new job, and return our end. Raises OSError if it has ended."""
         ours, theirs = socket.socketpair()
         try:
@@ -165,7 +100,7 @@ class _Server:
         except BaseException:
             ours.close()
             raise
-        return _Job(ours)
+        return ForkedJob(ours)
 
     def has_ended(self) -> bool:
         """Whether the process has ended, and its forks with it, whose ends may be seen first."""
@@ -281,13 +216,11 @@ class MediaPool:
                 raise _ServerLost("the process for images does not answer") from None
             deadline = time.monotonic() + self._job_timeout_s
             try:
-                payload = msgspec.msgpack.encode(
-                    msgspec.structs.replace(asked, deadline_s=self._job_timeout_s)
-                )
-                job.connection.settimeout(self._job_timeout_s)
-                job.connection.sendall(len(payload).to_bytes(4, "little") + payload)
-                job.connection.sendall(data)
-                kind, answer = _receive_answer(job.connection, deadline)
+                question = msgspec.structs.replace(asked, deadline_s=self._job_timeout_s)
+                job.socket.settimeout(self._job_timeout_s)
+                job.socket.sendall(framed(msgspec.msgpack.encode(question)))
+                job.socket.sendall(data)
+                kind, answer = _receive_answer(job.socket, deadline)
             except TimeoutError:
                 raise _too_long(where, self._job_timeout_s) from None
             except (OSError, EOFError):
@@ -308,7 +241,7 @@ class MediaPool:
             raise _ServerLost(told)
         raise InvalidRequest(f"{where}: the image {told}", param=where)
 
-    def _connect(self) -> tuple[_Server, _Job]:
+    def _connect(self) -> tuple[_Server, ForkedJob]:
         """
         Raises:
             _ServerLost: no server can be started.
@@ -355,10 +288,10 @@ class _Running:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._job: _Job | None = None
+        self._job: ForkedJob | None = None
         self.is_cancelled = False
 
-    def set(self, job: _Job) -> None:
+    def set(self, job: ForkedJob) -> None:
         with self._lock:
             self._job = job
             if self.is_cancelled:

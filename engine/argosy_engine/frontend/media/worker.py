@@ -3,11 +3,11 @@
 
 The server imports transformers and loads the model's processor once, then forks. An image that crashes a decoder, or
 that unpacks into more memory or time than it may take, thus ends only its own process, and leaves nothing behind for
-the next one. The server has one thread and does nothing but fork; it ends with the API process (`osproc`).
+the next one. It is a fork server (`osproc`), which ends with the API process.
 
-The client (`pool`) sends `ProcessorArgs`, and gets a `ProcessorInfo`, or why there is no processor. Then it sends
-single bytes, each with the socket of a job; over that it gets the pidfd of the fork, sends an `ImageJob` and the image,
-and gets `ImageResult` or what is wrong with the image. All are msgpack, preceded by their length.
+The client (`pool`) sends `ProcessorArgs`, and gets a `ProcessorInfo`, or why there is no processor. For each job it
+sends an `ImageJob` and the image, and gets `ImageResult` or what is wrong with the image. All are msgpack, preceded by
+their length.
 
 torch is kept out: it takes four seconds and 300 MB to import, transformers' processors for PIL need none of it, and
 what they make of an image is the same on every machine then.
@@ -19,7 +19,6 @@ fetched; a tensor leaves as bytes.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import importlib
 import io
@@ -39,9 +38,14 @@ from msgspec import Struct
 from argosy_engine.checkpoint.fingerprint import OF_IMAGES
 from argosy_engine.errors import installation
 from argosy_engine.messages import MediaTensor
-from argosy_engine.osproc import die_with_parent, dump_stacks_on_signal, open_pidfd
+from argosy_engine.osproc import (
+    fork_for_jobs,
+    limit_memory,
+    receive_exactly,
+    receive_framed,
+    run_fork_server,
+)
 
-FORKED: Final = b"P"
 DONE: Final = b"D"
 """Answer: an `ImageResult`, or the server's `ProcessorInfo`."""
 REFUSED: Final = b"R"
@@ -449,20 +453,12 @@ def _on_background(image: Any, background: tuple[int, int, int]) -> Any:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    dump_stacks_on_signal("argosy engine media server")
-    # Ctrl-C goes to the whole process group, but the API process decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
-    fd, parent = (int(argument) for argument in sys.argv[1:])
-    die_with_parent(parent)
-    serve(socket.socket(fileno=fd))
+    run_fork_server("argosy engine media server", serve)
 
 
 def serve(control: socket.socket) -> None:
-    """Fork for each job until the other end of the socket is closed."""
-    args = msgspec.msgpack.decode(receive(control), type=ProcessorArgs)
+    """Load the processor, and fork for each job until the other end of the socket is closed."""
+    args = msgspec.msgpack.decode(receive_framed(control), type=ProcessorArgs)
     try:
         processor = load_processor(args)
     except ImageRefused as error:
@@ -482,54 +478,18 @@ def serve(control: socket.socket) -> None:
         return
     answer(control, DONE, processor.info)
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    gc.collect()
-    gc.freeze()
-    parent = os.getpid()
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            return
-        for fd in fds:
-            with socket.socket(fileno=fd) as job:
-                _fork(job, control, parent, processor)
-
-
-def _fork(job: socket.socket, control: socket.socket, parent: int, processor: Processor) -> None:
-    try:
-        pid = os.fork()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            answer(job, FAULT, str(error))
-        return
-    if pid == 0:
-        code = 1
-        try:
-            control.close()
-            die_with_parent(parent)
-            _work(job, processor)
-            code = 0
-        finally:
-            os._exit(code)
-    pidfd = open_pidfd(pid)
-    with contextlib.suppress(OSError):  # the job was cancelled
-        socket.send_fds(job, [FORKED], [] if pidfd is None else [pidfd])
-    if pidfd is not None:
-        os.close(pidfd)
+    fork_for_jobs(control, lambda job: _work(job, processor), lambda job, reason: answer(job, FAULT, reason))
 
 
 def _work(connection: socket.socket, processor: Processor) -> None:
     """Run one job in a forked process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # If the system runs out of memory, the kernel should kill this process first.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    job = msgspec.msgpack.decode(receive(connection), type=ImageJob)
+    job = msgspec.msgpack.decode(receive_framed(connection), type=ImageJob)
     # SIGALRM's default action kills the process without needing the interpreter.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s)
     seconds = int(job.deadline_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    data = _receive_exactly(connection, job.num_bytes)
-    _limit_memory()
+    data = receive_exactly(connection, job.num_bytes)
+    limit_memory(MAX_MEMORY_BYTES)
     try:
         image, digest = decode(data, job.format, job.background)
         result = processor.process(image, job.kwargs, is_among_others=job.is_among_others)
@@ -545,30 +505,6 @@ def _work(connection: socket.socket, processor: Processor) -> None:
         made = REFUSED, f"is refused by the model's processor: {type(error).__name__}: {str(error)[:256]}"
     with contextlib.suppress(OSError):
         answer(connection, *made)
-
-
-def _limit_memory() -> None:
-    # Limit private writable memory, not address space, of which each native thread reserves much without using it.
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def receive(connection: socket.socket) -> bytes:
-    """Receive a message preceded by its length. Ends the process if the other end is closed."""
-    return _receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 4), "little"))
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    received = bytearray(size)
-    view = memoryview(received)
-    done = 0
-    while done < size:
-        count = connection.recv_into(view[done:])
-        if not count:
-            sys.exit(0)
-        done += count
-    return bytes(received)
 
 
 def answer(connection: socket.socket, kind: bytes, value: Any) -> None:
