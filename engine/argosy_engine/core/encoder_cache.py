@@ -30,8 +30,6 @@ class EncoderCacheManager:
         self.capacity = capacity
         self.num_used = 0
         """Embeddings of the outputs that are kept."""
-        self.num_queries = self.num_hits = 0
-        """Items that requests needed, and those of them whose output was there."""
         self._num_held = 0
         """Embeddings of the outputs that somebody holds."""
         self._num_embeds: dict[str, int] = {}
@@ -64,9 +62,6 @@ class EncoderCacheManager:
             self._holders[identifier] = set()
             self._unheld[identifier] = None
             self.num_used += feature.num_embeds
-        if identifier not in self._held_by.get(request_id, ()):
-            self.num_queries += 1
-            self.num_hits += not is_new
         for holder in (request_id, _STEP):
             self._held_by.setdefault(holder, set()).add(identifier)
             self._holders[identifier].add(holder)
@@ -139,8 +134,10 @@ class EncoderCacheManager:
         self._dropped.append(identifier)
 
 
-def check_features(message: EngineCoreRequest, spec: VisionSpec | None, max_step_tokens: int) -> None:
-    """Check that the multimodal items of a request are what its prompt and the model say.
+def check_features(
+    message: EngineCoreRequest, spec: VisionSpec | None, max_step_tokens: int
+) -> list[tuple[int, int]]:
+    """Check that the multimodal items of a request are what its prompt and the model say; return its `whole_spans`.
 
     Args:
         max_step_tokens: most tokens of a step.
@@ -165,18 +162,20 @@ def check_features(message: EngineCoreRequest, spec: VisionSpec | None, max_step
             raise ValueError(f"an image of {feature.num_embeds} embeddings has {placeholders} placeholders")
         if spec.mrope_section and (len(feature.grid) != 3 or prod(feature.grid) != placeholders):
             raise ValueError(f"the grid {feature.grid} of an image is not of {placeholders} placeholders")
-    for start, end in whole_spans(message, spec):
+    spans = whole_spans(message, spec)
+    for start, end in spans:
         if end - start > max_step_tokens:
             raise ValueError(
                 f"{end - start} tokens of an image are computed in one step, and steps have at most {max_step_tokens} "
                 "(--max-num-batched-tokens)"
             )
+    return spans
 
 
-def whole_spans(message: EngineCoreRequest, spec: VisionSpec | None) -> list[tuple[int, int]]:
+def whole_spans(message: EngineCoreRequest, spec: VisionSpec) -> list[tuple[int, int]]:
     """Return the first position, and that after the last, of the tokens of a request that attend to each other and so
     have to be computed in one step: each run of an image's placeholders, for models that let them."""
-    if spec is None or not spec.is_bidirectional:
+    if not spec.is_bidirectional:
         return []
     spans: list[tuple[int, int]] = []
     for feature in message.mm_features:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from argosy_engine.config import EngineArgs, max_num_mixed_prefill_tokens
-from argosy_engine.core.encoder_cache import check_features, whole_spans
+from argosy_engine.core.encoder_cache import check_features
 from argosy_engine.core.kv_cache_manager import KVCacheManager
 from argosy_engine.core.request import BLOCKED, Request, RequestStatus
 from argosy_engine.core.resolve_config import resolve_config
@@ -318,11 +318,11 @@ class EngineCore:
         Raises:
             ValueError: its multimodal items do not fit its prompt, or the model.
         """
+        spans: list[tuple[int, int]] = []
         if message.mm_features:
-            check_features(message, self._vision, self.scheduler.max_num_batched_tokens)
+            spans = check_features(message, self._vision, self.scheduler.max_num_batched_tokens)
         request = Request(message, self.kv.block_size, self.kv.enable_prefix_caching)
-        if message.mm_features:
-            request.whole_spans = whole_spans(message, self._vision)
+        request.whole_spans = spans
         return request
 
     def add_request(self, message: EngineCoreRequest, request: Request | None = None) -> None:

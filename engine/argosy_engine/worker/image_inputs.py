@@ -41,6 +41,23 @@ class _Image(NamedTuple):
     positions: NDArray[np.int64]
     """Of the tokens in whose place its embeddings are, ascending."""
 
+    @property
+    def run_ends(self) -> NDArray[np.int64]:
+        """The position after the run of consecutive ones that each of them belongs to."""
+        lasts = np.flatnonzero(np.append(np.diff(self.positions) != 1, True))
+        run_of = np.searchsorted(lasts, np.arange(len(self.positions)))
+        return self.positions[lasts][run_of] + 1
+
+
+class ImagePart(NamedTuple):
+    """Consecutive placeholders of an image, of which a step computes the tokens."""
+
+    rows: NDArray[np.int64]
+    """Indices of the tokens in the batch."""
+    image: _Image
+    places: slice
+    """Of them among the image's placeholders."""
+
 
 class ImageInputs:
     """
@@ -138,38 +155,39 @@ class ImageInputs:
                 each.write_rows(written)
         return rows
 
-    def key_ends(self, step: StepArrays) -> NDArray[np.int32] | None:
-        """Return where the keys of each token end, int32 [T], if tokens of an image attend to all of it; None: all
-        attend to themselves and those before."""
-        if not self._spec.is_bidirectional:
-            return None
-        ends: NDArray[np.int32] | None = None
+    def parts(self, step: StepArrays) -> list[ImagePart]:
+        """Return what a step computes of images."""
+        parts: list[ImagePart] = []
+        if not self._images:
+            return parts
         for first, start, end, slot in _spans(step):
             for image in self._images.get(slot, ()):
                 low, high = np.searchsorted(image.positions, (start, end))
-                if low == high:
-                    continue
-                if ends is None:
-                    ends = (step.positions + 1).astype(np.int32)
-                places = image.positions[low:high]
-                # A run ends where the next placeholder is not the next token.
-                lasts = np.flatnonzero(np.append(np.diff(places) != 1, True))
-                run_of = np.searchsorted(lasts, np.arange(len(places)))
-                ends[first + places - start] = places[lasts][run_of] + 1
+                if low < high:
+                    places = slice(int(low), int(high))
+                    parts.append(ImagePart(first + image.positions[places] - start, image, places))
+        return parts
+
+    def key_ends(self, step: StepArrays, parts: Sequence[ImagePart]) -> NDArray[np.int32] | None:
+        """Return where the keys of each token end, int32 [T], if tokens of an image attend to all of it; None: all
+        attend to themselves and those before."""
+        if not self._spec.is_bidirectional or not parts:
+            return None
+        ends = (step.positions + 1).astype(np.int32)
+        for part in parts:
+            ends[part.rows] = part.image.run_ends[part.places]
         return ends
 
-    def has_images(self, step: StepArrays) -> bool:
-        """Whether the step computes tokens of images."""
-        return bool(self._images) and any(True for _ in self._parts(step))
+    def embedded(self, model: EmbeddingModel, inputs: ModelInputs, parts: Sequence[ImagePart]) -> ModelInputs:
+        """Return the inputs with the embeddings of the step's tokens, those of images in their places.
 
-    def embedded(self, model: EmbeddingModel, inputs: ModelInputs, step: StepArrays) -> ModelInputs:
-        """Return the inputs with the embeddings of the step's tokens, those of images in their places."""
-        parts = list(self._parts(step))
-        if not parts:
-            return inputs
+        Args:
+            parts: of the step, at least one.
+        """
         hidden = model.embed(inputs)
-        rows = torch.from_numpy(np.concatenate([rows for rows, _ in parts])).to(hidden.device)
-        features = torch.cat([output for _, output in parts]).to(hidden.dtype)
+        rows = torch.from_numpy(np.concatenate([part.rows for part in parts])).to(hidden.device)
+        outputs = [self._outputs[part.image.identifier][part.places] for part in parts]
+        features = torch.cat(outputs).to(hidden.dtype)
         width = hidden.shape[-1]
         hidden = hidden.index_copy(0, rows, features[:, :width])
         deepstack = None
@@ -177,17 +195,6 @@ class ImageInputs:
             layers = features[:, width:].unflatten(-1, (-1, width)).transpose(0, 1).contiguous()
             deepstack = DeepstackFeatures(rows, layers)
         return replace(inputs, hidden=hidden, deepstack=deepstack)
-
-    def _parts(self, step: StepArrays) -> list[tuple[NDArray[np.int64], torch.Tensor]]:
-        """Return the indices of the step's tokens that stand for images, and their encoder outputs."""
-        parts = []
-        for first, start, end, slot in _spans(step):
-            for image in self._images.get(slot, ()):
-                low, high = np.searchsorted(image.positions, (start, end))
-                if low < high:
-                    output = self._outputs[image.identifier][low:high]
-                    parts.append((first + image.positions[low:high] - start, output))
-        return parts
 
 
 def _tensor(stored: MediaTensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from argosy_engine.sample.sampler import SamplerOptions, score_prompt
 from argosy_engine.worker.cuda_graphs import GraphApi, StepGraphs, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime, HostCopies
-from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs
+from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs, ImagePart
 from argosy_engine.worker.input_batch import (
     HostInputs,
     InputBatch,
@@ -389,10 +389,12 @@ class ModelRunner:
     def _launch(self, step: SchedulerOutput) -> PendingStep:
         failed = {} if self._images is None else self._images.encode(step)
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
+        image_parts: Sequence[ImagePart] = ()
         if self._images is not None:
+            image_parts = self._images.parts(arrays)
             arrays.rotary_rows = self._images.rotary_rows(arrays)
-            arrays.key_ends = self._images.key_ends(arrays)
-        hidden, tensors = self._compute(arrays, step.round)
+            arrays.key_ends = self._images.key_ends(arrays, image_parts)
+        hidden, tensors = self._compute(arrays, step.round, image_parts)
         slots, sampled = arrays.slots, arrays.sampled
         self.batch.num_computed[slots] = arrays.seq_lens
         if not self._samples:
@@ -453,22 +455,26 @@ class ModelRunner:
         has_mixed = not mixed or self._graphs.capture(mixed, on_captured, is_mixed=True)
         return self._graphs.capture(sizes, on_captured) and has_mixed
 
-    def _compute(self, arrays: StepArrays, step: Round | None) -> tuple[torch.Tensor, StepTensors]:
+    def _compute(
+        self, arrays: StepArrays, step: Round | None, image_parts: Sequence[ImagePart]
+    ) -> tuple[torch.Tensor, StepTensors]:
         """Run the forward pass; return hidden states [T, hidden_size] and what they were computed from.
 
         Args:
             step: what all engine cores have agreed on, if they share experts.
+            image_parts: what the step computes of images.
         """
         if self._pipeline is not None:
             self._pipeline.receive(arrays.num_tokens)
-        images = self._images if self._images is not None and self._images.has_images(arrays) else None
         computed = None
-        if self._graphs is not None and images is None:
+        if self._graphs is not None and not image_parts:
             computed = self._graphs.run(arrays, step, allows_mixed=not self.pooler.has_requests)
         if computed is None:
             tensors = self._inputs.tensors(arrays)
-            if images is not None:
-                embedded = images.embedded(cast(EmbeddingModel, self.model), tensors.inputs, arrays)
+            if self._images is not None and image_parts:
+                embedded = self._images.embedded(
+                    cast(EmbeddingModel, self.model), tensors.inputs, image_parts
+                )
                 tensors = tensors._replace(inputs=embedded)
             computed = self._forward(tensors, None if step is None else step.num_rows), tensors
         if self._pipeline is not None:
