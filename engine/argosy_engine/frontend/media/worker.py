@@ -241,7 +241,6 @@ def load_processor(args: ProcessorArgs) -> Processor:
         BadArguments: it does not take those of the flag.
         OSError, ValueError, ImportError: transformers cannot load it.
     """
-    hide_torch()
     folder = Path(args.model_path)
     if not any((folder / name).is_file() for name in OF_IMAGES):
         raise ImageRefused(f"the model's folder has neither {' nor '.join(OF_IMAGES)}")
@@ -344,7 +343,7 @@ def _numbers(processor: Processor, images: list[Any]) -> list[int]:
 
 
 def hide_torch() -> None:
-    """Let transformers find no torch in this process."""
+    """Let transformers find no torch in this process, and this process and its children no hub."""
     for name in ("torch", "torchvision"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -459,6 +458,7 @@ def main() -> None:
 def serve(control: socket.socket) -> None:
     """Load the processor, and fork for each job until the other end of the socket is closed."""
     args = msgspec.msgpack.decode(receive_framed(control), type=ProcessorArgs)
+    hide_torch()
     try:
         processor = load_processor(args)
     except ImageRefused as error:
