@@ -340,7 +340,7 @@ class EngineCore:
         held, size = self.scheduler.media_bytes, request.media_bytes
         held.limit = MAX_MEDIA_BYTES
         own = held.held_by(request.tenant)
-        if size and held.total and (held.is_full(size) or held.exceeds_share(request.tenant, size)):
+        if size and not held.takes(request.tenant, size):
             raise ResourceBusy(
                 f"the images of unfinished requests take {held.total >> 20} MiB, {own >> 20} of them of the same key, "
                 f"and those of this one {size >> 20} more, of {MAX_MEDIA_BYTES >> 20}; try again later"

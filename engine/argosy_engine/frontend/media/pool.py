@@ -171,7 +171,7 @@ class MediaPool:
             ResourceBusy: too many images wait, in all or of this tenant.
         """
         waiting, size = self._waiting, len(data)
-        if waiting.total and (waiting.is_full(size) or waiting.exceeds_share(tenant, size)):
+        if not waiting.takes(tenant, size):
             raise ResourceBusy(
                 f"images of {waiting.total >> 20} MiB are waiting, {waiting.held_by(tenant) >> 20} of them of the same "
                 "key",

@@ -397,7 +397,7 @@ class MediaProcessor:
         held, size = self._held, image.num_bytes
         while self._released:
             held.remove(*self._released.popleft())
-        if held.total and (held.is_full(size) or held.exceeds_share(tenant, size)):
+        if not held.takes(tenant, size):
             raise ResourceBusy(
                 f"images of {held.total >> 20} MiB are held by requests that wait for further ones, "
                 f"{held.held_by(tenant) >> 20} of them of the same key",
