@@ -42,8 +42,10 @@ class TenantShares:
         return bool(tenant and own) and own + amount > SHARE_OF_FREE * (self.limit - self.total - amount)
 
     def takes(self, tenant: str, amount: int) -> bool:
-        """Whether there is room for a further amount, in all and in a tenant's share. What comes first is taken, however
-        large it is."""
+        """Whether there is room for a further amount, in all and in a tenant's share.
+
+        What comes first is taken, however large it is.
+        """
         return not self.total or not (self.is_full(amount) or self.exceeds_share(tenant, amount))
 
     def add(self, tenant: str, amount: int) -> None:
