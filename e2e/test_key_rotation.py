@@ -105,6 +105,22 @@ def test_the_end_of_a_rotation_touches_no_pod(stack: Stack) -> None:
     assert touched(stack) == before
 
 
+@pytest.fixture
+def given_back(stack: Stack) -> Iterator[None]:
+    """The Secret with the keys is the release's again afterwards, or no later `helm upgrade` could write it."""
+    kubectl = stack.cluster.kubectl
+    secret = kubectl.get(*GIVEN_KEYS)
+    yield
+    kept = {name: secret["metadata"][name] for name in ("name", "namespace", "labels", "annotations")}
+    kubectl(
+        "apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", "-",
+        stdin=json.dumps({**secret, "metadata": kept}),
+    )  # fmt: skip
+    owners = kubectl.get(*GIVEN_KEYS, "--show-managed-fields")["metadata"]["managedFields"]
+    assert [each["manager"] for each in owners if "f:data" in each["fieldsV1"]] == ["helm"]
+
+
+@pytest.mark.usefixtures("given_back")
 def test_a_key_is_added_as_the_guide_says(stack: Stack, tmp_path: Path) -> None:
     """Here the chart was given its keys, so another Secret has them."""
     kubectl = stack.cluster.kubectl
