@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from argosy_operator.cluster.router_watch import ASK_PAUSE
 from argosy_protocol.reports import ReplicaLoadReport, ServiceLoadReport
 from chaos.api import Object, until
 from chaos.fault import Fault, require, uids
@@ -80,6 +81,7 @@ async def _by_caches(rig: Rig, namespace: str) -> str:
     # Another one is worth least now.
     values = {pod["metadata"]["uid"]: 10.0 * (rank != 1) for rank, pod in enumerate(_ages(left))}
     await rig.router.report_load(_load(namespace, left, values=values))
+    await asyncio.sleep(ASK_PAUSE)  # the operator has asked for loads just now, and does not ask again before
     await rig.edit(namespace, NAME, replicas=2)
     last = await _shrunk(rig, namespace, 2)
     require(uids(last) == {uid for uid, value in values.items() if value}, "a replica worth more went second")
