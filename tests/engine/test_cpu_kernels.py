@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from argosy_engine.attention.backend import Attention, AttentionMetadata, ModelInputs
-from argosy_engine.attention.cpu_attn import CpuBackend
+from argosy_engine.attention.cpu_attn import CpuBackend, attend_segments
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.checkpoint.weights import DummyWeights
 from argosy_engine.config import EngineArgs
@@ -93,6 +94,33 @@ def test_a_row_of_attention_does_not_depend_on_batch_or_chunks(kernels: Kernels,
         alone = native_run(kernels, case, chunk=rng.choice((1, 7, 64)), is_alone=True)
         kernels.set_threads(3)
         assert torch.equal(together, alone), f"{case.shape} {case.spans}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2, 32), (2, 1, 72), (1, 1, 256)], ids=str)
+def test_tokens_of_a_segment_see_all_of_it_and_nothing_else(
+    kernels: Kernels, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(head_dim)
+    starts = [0, 1, 33, 33 + 129, 162 + 48]
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(starts[-1], count, head_dim, generator=generator).to(dtype)
+
+    q, k, v = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads)
+    found = attend_segments(kernels, q, k, v, torch.tensor(starts, dtype=torch.int32), 0.3)
+    assert found.shape == q.shape
+    for first, end in itertools.pairwise(starts):
+        parts = (each[first:end].double().transpose(0, 1)[None] for each in (q, k, v))
+        expected = F.scaled_dot_product_attention(*parts, scale=0.3, enable_gqa=num_heads > num_kv_heads)
+        torch.testing.assert_close(
+            found[first:end].double(), expected[0].transpose(0, 1), rtol=0, atol=TOLERANCE[dtype]
+        )
+        alone = (each[first:end] for each in (q, k, v))
+        assert torch.equal(
+            attend_segments(kernels, *alone, torch.tensor([0, end - first]), 0.3), found[first:end]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

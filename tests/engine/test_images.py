@@ -16,17 +16,22 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from argosy_engine.attention.cpu_attn import attend_segments
 from argosy_engine.config import EngineArgs
 from argosy_engine.core import engine_core, steps
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, ResourceBusy
 from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
 from argosy_engine.model_configs.vision_config import SEEING_BY_TRANSFORMERS, SEEING_WRAPPERS, VisionSpec
+from argosy_engine.models import image_encoder
+from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.image_encoder import ImageEncoder
+from argosy_engine.native.library import kernels
 from argosy_engine.params import SamplingParams
 from image_checkpoints import (
     Image,
     generated,
+    num_embeds,
     random_image,
     reference_tokens,
     requests_of,
@@ -51,6 +56,15 @@ TYPES = (
 )
 FOREIGN = ("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "ovis2")
 """Those whose decoder is transformers'."""
+SEGMENTS_OF_LAYERS = {
+    "qwen2_5_vl": [1, 1],
+    "qwen3_vl": [1, 1],
+    "gemma3": [1, 1],
+    "mistral3": [],
+    "internvl": [1, 1],
+    "smolvlm": [2, 2],
+}
+"""Calls of the kernels for an image, each with how many images, windows or parts of images are attended to."""
 COUNT = 8
 _OF_TEXT = re.compile(r"language_model|text_model|lm_head|^model\.(layers|embed_tokens|norm)\.")
 """Names of the tensors of decoders."""
@@ -119,6 +133,38 @@ def test_of_several_ranks_each_encodes(model_type: str, flags: dict[str, Any], t
     expected = [reference_tokens(model, each, COUNT) for each in prompts]
     with closing(client_of(tmp_path, max_num_batched_tokens=32, max_num_seqs=8, **flags)) as client:
         assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+
+
+@pytest.mark.skipif(kernels() is None, reason="no variant of the kernels for this CPU")
+@pytest.mark.parametrize(("model_type", "segments"), list(SEGMENTS_OF_LAYERS.items()))
+def test_encoders_attend_by_our_kernels(
+    model_type: str, segments: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All windows and images of a layer in one call; but where a module has a mask, it is torch's to honour."""
+    model = written(model_type, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    spec = load_model_config(tmp_path).vision
+    assert spec is not None
+    image = random_image(model, "an image", 1)
+    calls: list[int] = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(len(args[4]) - 1)
+        return attend_segments(*args)
+
+    monkeypatch.setattr(image_encoder, "attend_segments", counted)
+    made = []
+    ours = image_encoder._use_kernels
+    for use_kernels in (lambda _: None, ours):
+        monkeypatch.setattr(image_encoder, "_use_kernels", use_kernels)
+        encoder = image_encoder.load_image_encoder(
+            tmp_path, spec, config["text_config"]["hidden_size"],
+            dtype=torch.float32, device=torch.device("cpu"), seed=None,
+        )  # fmt: skip
+        assert encoder is not None
+        made.append(encoder.encode(image.inputs, num_embeds(model, image)))
+        assert calls == ([] if use_kernels is not ours else segments), calls
+    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("flags", [{"attention_backend": "torch"}, {"max_num_batched_tokens": 16}], ids=str)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, pointer
 
 import torch
+import torch.nn.functional as F
 
 from argosy_engine.attention.backend import (
     AttentionBackend,
@@ -29,6 +30,12 @@ from argosy_engine.native.library import (
     allocate,
     kernels,
 )
+
+MAX_SEGMENT_HEAD_DIM = 256
+_SEGMENT_BLOCK = 128
+"""Keys in a block of `attend_segments`: those of a tile."""
+_WIDTHS = 16
+"""Heads of the kernels have a multiple of so many elements."""
 
 
 class CpuBackend(AttentionBackend):
@@ -167,6 +174,54 @@ def native_step(meta: AttentionMetadata) -> StepStruct:
     if step is None:
         step = meta.shared[NativeStep] = NativeStep(meta)
     return step.struct
+
+
+def attend_segments(
+    loaded: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return attention of tokens to all tokens of their segment, [T, num_heads, head_dim]. Nothing is kept.
+
+    It is the kernels' attention of prompts, whose tokens see each other to the end (`AttentionMetadata.key_ends`), over
+    blocks that are forgotten. What a segment becomes does not depend on the others.
+
+    Args:
+        q: [T, num_heads, head_dim], of a dtype that the kernels have; head_dim is at most `MAX_SEGMENT_HEAD_DIM`.
+        k: [T, num_kv_heads, head_dim], as v.
+        starts: int [S + 1], rising from 0 to T: where segments begin, and where the last one ends.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    width = -(-head_dim // _WIDTHS) * _WIDTHS  # zeros behind a head add nothing to a product
+    qkv = torch.cat((q, k, v), dim=1)
+    if width > head_dim:
+        qkv = F.pad(qkv, (0, width - head_dim))
+    starts = starts.long()
+    lens = starts.diff()
+    blocks = (lens + _SEGMENT_BLOCK - 1) // _SEGMENT_BLOCK
+    firsts, num_blocks = blocks.cumsum(0) - blocks, int(blocks.sum())
+    places = torch.arange(num_tokens) - starts[:-1].repeat_interleave(lens)
+    tables = (firsts[:, None] + torch.arange(int(blocks.max()))).clamp(max=num_blocks - 1).int()
+    tensors = (
+        places,
+        firsts.repeat_interleave(lens) * _SEGMENT_BLOCK + places,
+        starts.int(),
+        lens.int(),
+        tables,
+        lens.repeat_interleave(lens).int(),
+    )
+    positions, slots, query_starts, seq_lens, block_tables, key_ends = (each.data_ptr() for each in tensors)
+    step = StepStruct(
+        positions=positions, slots=slots, query_starts=query_starts, seq_lens=seq_lens, block_tables=block_tables,
+        key_ends=key_ends, table_stride=tables.stride(0), num_tokens=num_tokens, num_requests=len(lens),
+    )  # fmt: skip
+    cache = torch.empty((2, num_blocks, num_kv_heads, _SEGMENT_BLOCK, width), dtype=q.dtype)
+    layer = AttentionLayerStruct(
+        k_cache=cache[0].data_ptr(), v_cache=cache[1].data_ptr(), num_blocks=num_blocks, block_size=_SEGMENT_BLOCK,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=width, scale=scale,
+    )  # fmt: skip
+    flat = qkv.view(num_tokens, -1)
+    loaded.rotate_and_write(layer, step, flat)
+    return loaded.attention(layer, step, flat).view(num_tokens, num_heads, width)[..., :head_dim]
 
 
 class Scratch:

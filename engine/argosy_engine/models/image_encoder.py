@@ -2,11 +2,12 @@
 
 Transformers' class of the wrapper is built without its decoder and output head, loaded by transformers' own loader, and
 asked by `get_image_features`, which all wrappers have. Items are encoded one by one, so that what an image becomes does
-not depend on the others of a step.
+not depend on the others of a step. On CPUs our kernels compute its attention, in half the time or less.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +16,25 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from argosy_engine.attention.cpu_attn import MAX_SEGMENT_HEAD_DIM, attend_segments
 from argosy_engine.checkpoint.shards import read_shards
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.transformers_config import read_hf_config
 from argosy_engine.model_configs.vision_config import VisionSpec
 from argosy_engine.model_configs.wrapper_config import is_of_other_part
 from argosy_engine.models.transformers_classes import text_modules, wrapper_class
+from argosy_engine.native.library import kernels_for
 
 _TEXTS_ALONE = "serve it for texts alone with --language-model-only"
 _REMEDY = f"download it again, or {_TEXTS_ALONE}"
 _FLOATS = ("BF16", "F16", "F32", "F64")
+WHOLE, SEGMENTS = "argosy_images", "argosy_images_flash"
+"""Names of our attention function: for modules that give it a batch, and for those that give it one row of tokens and
+where images and windows begin (`cu_seqlens`), which transformers' modules do for functions named so."""
 
 
 class ImageEncoder:
@@ -140,7 +148,10 @@ def load_image_encoder(
         if len(info.get("missing_keys") or ()) == len(model.state_dict()):
             return None
         _check(path, info)
-    return ImageEncoder(model.eval().requires_grad_(False).to(device), spec, hidden_size, device)
+    model = model.eval().requires_grad_(False).to(device)
+    if kernels_for(device, dtype) is not None:
+        _use_kernels(model)
+    return ImageEncoder(model, spec, hidden_size, device)
 
 
 def _check_unquantised(path: Path) -> None:
@@ -181,3 +192,50 @@ def _without_text(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
             setattr(parent, name, nn.Identity())
 
     return type(wrapper.__name__, (wrapper,), {"__init__": initialise, "__module__": wrapper.__module__})
+
+
+def _use_kernels(model: nn.Module) -> None:
+    """Let our kernels compute attention wherever modules look for its function by the name in their config."""
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            takes_segments = "cu_seqlens" in inspect.signature(module.forward).parameters
+            name = SEGMENTS if takes_segments else WHOLE
+            if config._attn_implementation != SEGMENTS:  # one config is that of all modules of a tower
+                config._attn_implementation = name
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return [B, T, num_heads, head_dim] for q [B, num_heads, T, head_dim], k and v: by our kernels, or by torch where
+    they have not what is asked for."""
+    count, num_heads, num_tokens, head_dim = query.shape
+    is_causal = others.get("is_causal")
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    loaded = kernels_for(query.device, query.dtype)
+    can = attention_mask is None and not is_causal and key.shape[2] == num_tokens == value.shape[2]
+    can = can and head_dim == value.shape[3] <= MAX_SEGMENT_HEAD_DIM and not others.get("dropout")
+    if loaded is None or not can or others.get("softcap") or others.get("s_aux") is not None:
+        if cu_seq_lens_q is not None:
+            raise NotImplementedError(f"attention of {type(module).__name__} over several images or windows")
+        found, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return found, None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(count + 1) * num_tokens
+    rows = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    made = attend_segments(loaded, *rows, cu_seq_lens_q, head_dim**-0.5 if scaling is None else scaling)
+    return made.view(count, num_tokens, num_heads, head_dim), None
+
+
+AttentionInterface.register(WHOLE, _attention)
+AttentionInterface.register(SEGMENTS, _attention)
+AttentionMaskInterface.register(WHOLE, sdpa_mask)
