@@ -41,6 +41,7 @@ from argosy_engine.native.library import Kernels, PackedLinear, QuantizedWeight,
 from argosy_engine.sizing.kv_cache_sizing import estimate_weights
 from argosy_engine.sizing.resources import DeviceMemory
 from argosy_engine.worker import worker
+from option_pairs import each_once
 from packed_checkpoints import FORMATS, Format, gptq, gptq_config, pack_checkpoint
 from rank_logits import TOKENS, logits_of
 from thread_ranks import run_threads
@@ -81,8 +82,7 @@ def write(path: Path, form: str, model_type: str = "llama", **fields: Any) -> to
 
 
 @pytest.mark.usefixtures("widens")
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "form"), each_once(MODELS, FORMATS))
 def test_numbers_count_for_what_they_stand_for(model_type: str, form: str, tmp_path: Path) -> None:
     reference = write(tmp_path, form, model_type)
     assert isinstance(load_model_config(tmp_path), TransformersConfig) == (model_type == "arcee")
@@ -121,8 +121,7 @@ def load_quantization(path: Path) -> QuantizationConfig:
 
 
 @needs_kernels
-@pytest.mark.parametrize("form", sorted(PACKED))
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("model_type", "form"), each_once(["llama", "qwen3_moe"], sorted(PACKED)))
 def test_integers_are_multiplied_as_they_are_packed(
     model_type: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

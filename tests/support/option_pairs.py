@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
@@ -31,6 +33,18 @@ def covering(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             missing.pop(pair, None)
         combinations.append({name: options[name][chosen[name]] for name in options})
     return combinations
+
+
+def each_once(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Return parameters for the product of two options. Every test run tries each value of both at least once, and
+    `make full` the rest."""
+    one, other = list(first), list(second)
+    chosen = {(row % len(one), row % len(other)) for row in range(max(len(one), len(other)))}
+    return [
+        pytest.param(a, b, marks=() if (i, j) in chosen else pytest.mark.full)
+        for i, a in enumerate(one)
+        for j, b in enumerate(other)
+    ]
 
 
 def _pairs(options: Mapping[str, Sequence[Any]], chosen: Mapping[str, int]) -> set[Pair]:
