@@ -133,7 +133,7 @@ PARTS = {
     "fetch": Part(("argosy_protocol", "argosy_fetcher"), ("models", "models pull"), use=list_models),
     "engine": Part(
         ("argosy_protocol", "argosy_http", "argosy_engine"), ("serve", "doctor"),
-        TRACES | {"flash_attn", "mistral_common", "ray", "triton"},
+        TRACES | {"flash_attn", "gguf", "mistral_common", "ray", "triton"},
         serve_engine,
     ),
 }  # fmt: skip
