@@ -15,12 +15,15 @@ import msgspec
 import pytest
 import zmq
 
+from argosy_engine.core.proc.core_client import addition
 from argosy_engine.core.proc.core_process import CoreProcess
 from argosy_engine.core.request import Request
 from argosy_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    MediaTensor,
+    MultimodalFeature,
     RequestType,
     UtilityCall,
     UtilityOutput,
@@ -158,6 +161,72 @@ def test_the_sequences_of_a_call_share_their_parameters(tmp_path: Path) -> None:
     context.destroy(linger=0)
 
 
+def with_images(request_id: str, *sizes: int) -> EngineCoreRequest:
+    """Return a request with images of two tensors each, the first of so many bytes."""
+    features = [
+        MultimodalFeature(
+            "image", f"{request_id}-{index}", index, 1, 1,
+            inputs={
+                "pixel_values": MediaTensor("uint8", (size,), bytes([index]) * size),
+                "grid": MediaTensor("int64", (1,), index.to_bytes(8, "little")),
+            },
+        )
+        for index, size in enumerate(sizes)
+    ]  # fmt: skip
+    return EngineCoreRequest(request_id, [1, 2, 3], SamplingParams(), 0.0, mm_features=features)
+
+
+def test_tensors_travel_in_frames_of_their_own_and_are_not_copied(tmp_path: Path) -> None:
+    context, core_context, encoder = zmq.Context(), zmq.Context(), msgspec.msgpack.Encoder()
+    client = context.socket(zmq.PUSH)
+    client.bind(f"ipc://{tmp_path}/input")
+    process = CoreProcess(tmp_path, 0, core_context, core_context)
+    process.core = core = FakeCore()  # type: ignore[assignment]
+    threading.Thread(target=process.process_input_socket, daemon=True).start()
+    sent = [with_images("one", 3 << 20, 0), with_images("two"), with_images("three", 5)]
+    frames = [frame for each in sent for frame in addition(encoder, each)]
+    client.send_multipart(frames[:-2], copy=False)
+    client.send_multipart(frames[-2:])  # its tensors are in a message of their own
+    while len(core.added) < 3:
+        process.wait_for_input()
+    for ours, theirs in zip(sent, core.messages, strict=True):
+        assert all(isinstance(each.data, bytes) for each in tensors(ours)), "the sender's are as they were"
+        assert [bytes(each.data) for each in tensors(theirs)] == [each.data for each in tensors(ours)]
+        assert [each.shape for each in tensors(theirs)] == [each.shape for each in tensors(ours)]
+        assert all(isinstance(each.data, memoryview) for each in tensors(theirs))
+    assert len(encoder.encode(sent[0])) > 3 << 20 > 1000 > len(frames[-1])
+    client.close(0)
+    context.term()
+
+
+def tensors(request: EngineCoreRequest) -> list[MediaTensor]:
+    return [each for feature in request.mm_features for each in feature.inputs.values()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_frames_that_are_not_those_of_a_request_refuse_it_alone(
+    process: CoreProcess, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    encoder = msgspec.msgpack.Encoder()
+    *frames, _, payload = addition(encoder, with_images("torn", 7))
+    for data in [frames[1], frames[3], b"further"][:count]:
+        process.receive(RequestType.TENSOR, data)
+    process.receive(RequestType.ADD, payload)
+    good = addition(encoder, with_images("good", 7))
+    for kind, data in zip(good[::2], good[1::2], strict=True):
+        process.receive(kind, data)
+    process.drain_inputs()
+    assert process.core.added == ["good"]  # type: ignore[attr-defined]
+    refusal = process.output_queue.get_nowait()
+    assert refusal is not None
+    assert [(each.request_id, each.finish_reason) for each in refusal.outputs] == [
+        ("torn", FinishReason.ERROR)
+    ]
+    assert f"{count} frames" in str(refusal.outputs[0].error)
+    assert process.output_queue.empty()
+
+
 @pytest.mark.parametrize("kind", [RequestType.ADD, RequestType.ABORT, RequestType.UTILITY, b"\xff", b""])
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01", msgspec.msgpack.encode({"a": 1}), b"[]"])
 def test_junk_is_dropped(
@@ -212,6 +281,7 @@ def test_a_core_does_not_outlive_its_input_and_output_threads(tmp_path: Path, na
     script = f"""
 from pathlib import Path
 import zmq
+from argosy_engine.core.proc.core_client import addition
 from argosy_engine.core.proc.core_process import CoreProcess
 context = zmq.Context()
 core = CoreProcess(Path({str(tmp_path)!r}), 0, context, context)

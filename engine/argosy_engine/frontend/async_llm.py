@@ -476,8 +476,6 @@ class AsyncLLM:
             await self.client.abort_requests(aborts)
         for request in adds:
             await self._submit(request)
-            if request.mm_features:  # megabytes, of which each is encoded on the event loop
-                await asyncio.sleep(0)
         return is_awaited
 
     def _die(self, error: EngineDead) -> None:

@@ -231,8 +231,8 @@ def _attention(
         return found, None
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(count + 1) * num_tokens
-    rows = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    made = attend_segments(loaded, *rows, cu_seq_lens_q, head_dim**-0.5 if scaling is None else scaling)
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    made = attend_segments(loaded, q, k, v, cu_seq_lens_q, head_dim**-0.5 if scaling is None else scaling)
     return made.view(count, num_tokens, num_heads, head_dim), None
 
 

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from argosy_engine.config import EngineArgs
-from argosy_engine.core.proc.core_client import POLL_MS, bind, close_all, result_of
+from argosy_engine.core.proc.core_client import POLL_MS, addition, bind, close_all, result_of
 from argosy_engine.core.proc.core_handle import (
     ALONE,
     STACKS_S,
@@ -106,6 +106,8 @@ _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 """As numbers: combining enumeration members takes as long as sending a frame."""
 _MOST_UNSENT = 8
 """Frames that wait for each other at most: four requests, so that the first does not wait until many are rendered."""
+_LARGE_FRAME = 1 << 16
+"""Bytes of a frame from which ZMQ's thread reads them where they are, instead of a copy that the event loop makes."""
 _CONNECT_POLL_S = 0.02
 """Interval at which a reply is tried whose core has not connected yet, once at its start."""
 
@@ -246,7 +248,7 @@ class AsyncMPClient:
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to the core. Raises EngineDead if the core has died."""
         request.client_index = self._index
-        await self._send([RequestType.ADD, self._encoder.encode(request)])
+        await self._send(addition(self._encoder, request))
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDead):
@@ -318,7 +320,7 @@ class AsyncMPClient:
             return
         with contextlib.suppress(zmq.Again):
             for frame in frames[:-1]:
-                self._input.send(frame, _NOBLOCK_MORE)
+                self._input.send(frame, _NOBLOCK_MORE, copy=len(frame) < _LARGE_FRAME)
             self._input.send(frames[-1], _NOBLOCK)
 
     def _gone(self) -> EngineDead:

@@ -35,6 +35,7 @@ from argosy_engine.messages import (
     RequestType,
     UtilityCall,
     UtilityOutput,
+    detach_tensors,
 )
 from argosy_engine.resolved_config import ResolvedConfig
 
@@ -47,6 +48,19 @@ WAIT_S = 0.5
 CHECK_INTERVAL_S = 1.0
 """Minimum interval between two checks of the invariants in the caller's process. Such a core is idle after every call,
 and with many blocks a check takes milliseconds."""
+
+
+def addition(encoder: msgspec.msgpack.Encoder, request: EngineCoreRequest) -> list[bytes]:
+    """Return the frames that add a request: pairs of a type and what it stands before."""
+    if not request.mm_features:
+        return [RequestType.ADD, encoder.encode(request)]
+    features = request.mm_features
+    request.mm_features, tensors = detach_tensors(features)
+    try:
+        payload = encoder.encode(request)
+    finally:
+        request.mm_features = features
+    return [*(frame for each in tensors for frame in (RequestType.TENSOR, each)), RequestType.ADD, payload]
 
 
 class SyncClient(Protocol):
@@ -217,7 +231,7 @@ class SyncMPClient:
         return bool(self._unfinished)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self._send([RequestType.ADD, self._encoder.encode(request)])
+        self._send(addition(self._encoder, request))
         self._unfinished.add(request.request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -282,7 +296,7 @@ class SyncMPClient:
             raise self._dead(doing)
         self._wait(self._input, zmq.POLLOUT, watch, doing)
         try:
-            self._input.send_multipart(message, zmq.NOBLOCK)
+            self._input.send_multipart(message, zmq.NOBLOCK, copy=len(message) == 2)
         except zmq.Again:  # it has ended since
             raise self._dead(doing) from None
 

@@ -56,6 +56,7 @@ from argosy_engine.messages import (
     RequestType,
     UtilityCall,
     UtilityOutput,
+    attach_tensors,
 )
 from argosy_engine.osproc import describe_on_signal, die_with_parent, dump_stacks_on_signal
 from argosy_engine.params import SamplingParams
@@ -165,6 +166,8 @@ class CoreProcess:
         """Messages to the clients; None ends the output thread."""
         self._lockstep: Lockstep | None = None
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._tensors: list[Any] = []
+        """Frames of the request whose message comes next."""
         self._call_parameters = CallParameters()
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
@@ -344,8 +347,11 @@ class CoreProcess:
                 return
             self._handle(message)
 
-    def receive(self, kind: bytes, payload: bytes) -> None:
+    def receive(self, kind: bytes, payload: Any) -> None:
         """Decode a message of the client and queue it for the loop. A malformed message fails at most its request."""
+        if kind == RequestType.TENSOR:
+            self._tensors.append(payload)
+            return
         message = self._read(kind, payload)
         if message is not None:
             self._put(message)
@@ -371,8 +377,11 @@ class CoreProcess:
         return None
 
     def _read_addition(self, payload: bytes) -> _Addition | None:
+        tensors, self._tensors = self._tensors, []
         try:
             message = self._add_decoder.decode(payload)
+            if tensors or message.mm_features:
+                message.mm_features = attach_tensors(message.mm_features, tensors)
             self._router.add(message.request_id, message.client_index)
             self._held_outputs.add(message)
             self._call_parameters.share(message)
@@ -440,10 +449,17 @@ class CoreProcess:
         """Receive the client's messages for ever. Runs in the input thread; a failure ends the process."""
         with _ending_process():
             while True:
-                frames = self._input.recv_multipart()
-                self._received_at = time.monotonic()
-                for kind, payload in zip(frames[::2], frames[1::2], strict=True):
+                kind = self._input.recv()
+                while True:
+                    if not self._input.getsockopt(zmq.RCVMORE):
+                        raise ValueError(f"a frame of type {kind!r} without another one")
+                    is_tensor = kind == RequestType.TENSOR  # which stays where ZMQ has received it
+                    payload = self._input.recv(copy=False).buffer if is_tensor else self._input.recv()
+                    self._received_at = time.monotonic()
                     self.receive(kind, payload)
+                    if not self._input.getsockopt(zmq.RCVMORE):
+                        break
+                    kind = self._input.recv()
 
     def process_output_socket(self) -> None:
         """Send the output queue until its end. Runs in the output thread; a failure ends the process."""
