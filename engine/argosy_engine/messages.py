@@ -15,11 +15,11 @@ array_like structs are positional: append new fields at the end, with defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct
 
 from argosy_engine.attention.kv_cache_spec import KVCacheGroup
 from argosy_engine.config import EngineArgs
@@ -41,7 +41,7 @@ class MediaTensor(Struct, array_like=True, frozen=True, gc=False):
     dtype: Literal["float32", "float16", "bfloat16", "uint8", "int32", "int64", "bool"]
     shape: tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...]
     data: bytes
-    """In C order, little endian; where a request came from another process, a view of a frame (`attach_tensors`)."""
+    """In C order, little endian; or a view of a frame, or of a file (`core.proc.media_channel`)."""
 
 
 class MultimodalFeature(Struct, array_like=True, frozen=True, gc=False):
@@ -234,7 +234,9 @@ class RequestType:
     ABORT = b"\x01"
     UTILITY = b"\x03"
     TENSOR = b"\x05"
-    """The bytes of a tensor of the request that is added next (`detach_tensors`)."""
+    """The bytes of a tensor of the request that is added next (`core.proc.media_channel`)."""
+    FILE = b"\x07"
+    """The handle of the file that has all tensors of an image of that request."""
     HANDSHAKE = b"\x06"
 
 
@@ -309,44 +311,6 @@ class EngineCoreRequest(Struct, array_like=True, omit_defaults=True, gc=False):
     final_only: bool = False
     """Whether nobody reads the output before it is complete, as vLLM's `RequestOutputKind.FINAL_ONLY`, so that tokens
     between the first and the last may arrive late and together. There are no stop strings then."""
-
-
-def detach_tensors(features: Sequence[MultimodalFeature]) -> tuple[list[MultimodalFeature], list[bytes]]:
-    """Return features whose tensors have no bytes, and these, in order: a message with them inside would be copied
-    several times, on the event loop of the sender and by the core, between steps."""
-    frames: list[bytes] = []
-    bare = []
-    for feature in features:
-        inputs = {}
-        for name, tensor in feature.inputs.items():
-            frames.append(tensor.data)
-            inputs[name] = MediaTensor(tensor.dtype, tensor.shape, b"")
-        bare.append(structs.replace(feature, inputs=inputs))
-    return bare, frames
-
-
-def attach_tensors(features: Sequence[MultimodalFeature], frames: Sequence[Any]) -> list[MultimodalFeature]:
-    """Undo `detach_tensors`.
-
-    Args:
-        frames: buffers of the bytes.
-
-    Raises:
-        ValueError: there are not as many as tensors.
-    """
-    left = iter(frames)
-    whole = []
-    for feature in features:
-        inputs = {}
-        for name, tensor in feature.inputs.items():
-            data = next(left, None)
-            if data is None:
-                raise ValueError(f"{len(frames)} frames are fewer than the tensors of a request")
-            inputs[name] = MediaTensor(tensor.dtype, tensor.shape, data)
-        whole.append(structs.replace(feature, inputs=inputs))
-    if next(left, None) is not None:
-        raise ValueError(f"{len(frames)} frames are more than the tensors of a request")
-    return whole
 
 
 class UtilityCall(Struct, array_like=True, gc=False):

@@ -7,6 +7,7 @@ have images, and how they are loaded and processed; its flags are `MediaArgs`, a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Container
 from pathlib import Path
@@ -259,6 +260,8 @@ class MediaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     trusts_request_kwargs: bool = False
     """Whether a request may have arguments for the processor."""
     cache_bytes: int = 0
+    passes_files: bool = False
+    """Whether tensors go from process to process as files in memory (`--mm-tensor-ipc torch_shm`)."""
     allowed_domains: tuple[str, ...] = ()
     allowed_path: str | None = None
 
@@ -326,6 +329,13 @@ class MediaArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
             description="GiB of processed images that each API process keeps, by their content; 0: none",
         ),
     ] = 1.0
+    mm_tensor_ipc: Annotated[
+        Literal["direct_rpc", "torch_shm"],
+        Meta(
+            description="how the tensors of images get to the engine's core: in its messages, or as files in memory, "
+            "which no process copies (Linux)"
+        ),
+    ] = "direct_rpc"
     allowed_media_domains: Annotated[
         tuple[_Domain, ...],
         Meta(
@@ -358,6 +368,8 @@ class MediaArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
             raise ConfigError(
                 f"--allowed-local-media-path {self.allowed_local_media_path} is no directory of this machine"
             )
+        if self.mm_tensor_ipc == "torch_shm" and not hasattr(os, "memfd_create"):
+            raise ConfigError("--mm-tensor-ipc torch_shm needs Linux; leave it out")
         return MediaConfig(
             vision=None if off else vision,
             why_blind=off if vision is not None else "",
@@ -366,6 +378,7 @@ class MediaArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
             background=image_background(self.media_io_kwargs, "--media-io-kwargs"),
             trusts_request_kwargs=self.trust_request_mm_kwargs,
             cache_bytes=int(self.mm_processor_cache_gb * (1 << 30)),
+            passes_files=self.mm_tensor_ipc == "torch_shm",
             allowed_domains=self.allowed_media_domains,
             allowed_path=self.allowed_local_media_path or None,
         )

@@ -128,7 +128,7 @@ _MEDIA = (
     *("mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-hasher-algorithm"),
     *("mm-encoder-fp8-scale-save-margin", "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode"),
     *("mm-ipc-gpu-memory-gb", "mm-processor-cache-type", "mm-processor-device"),
-    *("mm-shm-cache-max-object-size-mb", "mm-tensor-ipc", "video-pruning-method"),
+    *("mm-shm-cache-max-object-size-mb", "video-pruning-method"),
     *("video-pruning-rate", "ec-manager-config"),
 )
 _MEDIA_SWITCHES = (

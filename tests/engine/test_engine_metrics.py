@@ -22,6 +22,7 @@ EXEMPT = {
     "vllm:cache_config_info",
     "argosy_engine_info",
     "argosy_engine_stalled_requests_total",
+    "argosy_engine_framed_images_total",
     "argosy_engine_slow_clients_total",
     "argosy_engine_dropped_tools_total",
     "argosy_engine_relaxed_tool_schemas_total",

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from image_processors import image_part, make_folder, picture
-from processes import free_port, running
+from processes import descendants, free_port, running
 from transformers_checkpoints import write_checkpoint
 
 COUNT = 8
@@ -67,7 +67,9 @@ def user(*content: str | Image.Image) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "flags", [(), ("--api-server-count", "2", "--max-num-batched-tokens", "64")], ids=str
+    "flags",
+    [(), ("--api-server-count", "2", "--max-num-batched-tokens", "64", "--mm-tensor-ipc", "torch_shm")],
+    ids=str,
 )
 def test_a_server_sees_pictures(flags: tuple[str, ...], tmp_path: Path) -> None:
     folder, log = tmp_path / "model", tmp_path / "log"
@@ -104,3 +106,10 @@ def test_a_server_sees_pictures(flags: tuple[str, ...], tmp_path: Path) -> None:
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, (
             "the last chat was the first"
         )
+        mapped = [
+            each
+            for each in (server.process.pid, *descendants(server.process.pid))
+            if "argosy-image" in Path(f"/proc/{each}/maps").read_text()
+        ]
+        assert bool(mapped) == ("torch_shm" in flags), "files of images that an API process keeps"
+    assert "travel in frames" not in log.read_text()

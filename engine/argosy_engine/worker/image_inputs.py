@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -198,7 +198,11 @@ class ImageInputs:
 
 
 def _tensor(stored: MediaTensor) -> torch.Tensor:
-    tensor = torch.frombuffer(bytearray(stored.data), dtype=getattr(torch, stored.dtype))
+    data: Any = stored.data
+    is_own = (
+        isinstance(data, memoryview) and not data.readonly
+    )  # the mapping of a file, which no one else writes
+    tensor = torch.frombuffer(data if is_own else bytearray(data), dtype=getattr(torch, stored.dtype))
     return tensor.view(stored.shape)
 
 

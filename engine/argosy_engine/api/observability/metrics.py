@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from argosy_engine.core.proc.media_channel import MediaSender
 from argosy_engine.frontend.observer import Observer, RequestTimings, SkippingApi
 from argosy_engine.messages import EngineCoreOutputs
 from argosy_engine.resolved_config import ResolvedConfig
@@ -238,6 +239,13 @@ class EngineMetrics(Observer):
             registry=self.registry,
         )
         self._slow_clients = slow_clients.labels(config.model_name)
+        framed = Counter(
+            "argosy_engine_framed_images",
+            "Images whose files could not be passed to the core, and were copied (--mm-tensor-ipc torch_shm).",
+            ("model_name",),
+            registry=self.registry,
+        )
+        self._framed_images, self._num_framed = framed.labels(config.model_name), MediaSender.num_framed
         self._prompt = counter("prompt_tokens", "Prompt tokens of finished prefills.")
         self._prompt_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generated = counter("generation_tokens", "Generated tokens.")
@@ -401,6 +409,8 @@ class EngineMetrics(Observer):
 
     def _add_counted(self) -> None:
         """Move what was counted and noted without locks into the counters and gauges."""
+        self._framed_images.inc(MediaSender.num_framed - self._num_framed)
+        self._num_framed = MediaSender.num_framed
         for rank, (running, waiting, deferred, kv_usage) in enumerate(self._levels):
             self._running[rank].set(running)
             self._waiting[rank].set(waiting)

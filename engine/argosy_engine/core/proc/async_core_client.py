@@ -23,6 +23,7 @@ from argosy_engine.core.proc.core_handle import (
     LoadWatch,
     dump_stacks,
 )
+from argosy_engine.core.proc.media_channel import MediaSender
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineDead, UtilityFailed
 from argosy_engine.messages import (
@@ -141,6 +142,7 @@ class AsyncMPClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._input, self._output = bind(self._context, handle)
+        self._media = MediaSender(handle.directory, index)
         self._call_ids: Iterator[int] = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._unsent: list[bytes] = []
@@ -212,6 +214,7 @@ class AsyncMPClient:
                     await asyncio.wait({shaking}, timeout=STACKS_S)
                     raise watch.stalled()
             self.config = shaking.result()
+            self._media.connect()
         finally:
             shaking.cancel()
             await asyncio.gather(shaking, return_exceptions=True)
@@ -248,7 +251,7 @@ class AsyncMPClient:
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to the core. Raises EngineDead if the core has died."""
         request.client_index = self._index
-        await self._send(addition(self._encoder, request))
+        await self._send(addition(self._encoder, request, self._media))
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDead):
@@ -377,6 +380,7 @@ class AsyncMPClient:
                 await asyncio.wait({ending})
             except asyncio.CancelledError as error:
                 cancelled = error
+        self._media.close()
         close_all(self._context, self._input, self._output)
         ending.result()
         if cancelled is not None:

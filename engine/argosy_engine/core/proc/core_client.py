@@ -26,6 +26,7 @@ import zmq
 
 from argosy_engine.config import EngineArgs
 from argosy_engine.core.proc.core_handle import STACKS_S, AttachedCore, CoreHandle, LoadWatch, dump_stacks
+from argosy_engine.core.proc.media_channel import MediaSender, detach_tensors
 from argosy_engine.distributed.lockstep import LockstepEnds
 from argosy_engine.errors import EngineClosed, EngineDead, UtilityFailed
 from argosy_engine.executor.abstract import Executor
@@ -35,7 +36,6 @@ from argosy_engine.messages import (
     RequestType,
     UtilityCall,
     UtilityOutput,
-    detach_tensors,
 )
 from argosy_engine.resolved_config import ResolvedConfig
 
@@ -50,17 +50,23 @@ CHECK_INTERVAL_S = 1.0
 and with many blocks a check takes milliseconds."""
 
 
-def addition(encoder: msgspec.msgpack.Encoder, request: EngineCoreRequest) -> list[bytes]:
-    """Return the frames that add a request: pairs of a type and what it stands before."""
+def addition(
+    encoder: msgspec.msgpack.Encoder, request: EngineCoreRequest, sender: MediaSender | None = None
+) -> list[bytes]:
+    """Return the frames that add a request: pairs of a type and what it stands before.
+
+    Args:
+        sender: passes the images that are in files.
+    """
     if not request.mm_features:
         return [RequestType.ADD, encoder.encode(request)]
     features = request.mm_features
-    request.mm_features, tensors = detach_tensors(features)
+    request.mm_features, frames = detach_tensors(features, sender)
     try:
         payload = encoder.encode(request)
     finally:
         request.mm_features = features
-    return [*(frame for each in tensors for frame in (RequestType.TENSOR, each)), RequestType.ADD, payload]
+    return [*frames, RequestType.ADD, payload]
 
 
 class SyncClient(Protocol):
@@ -192,6 +198,7 @@ class SyncMPClient:
         self._unfinished: set[str] = set()
         self._pending: deque[EngineCoreOutputs] = deque()
         self._input, self._output = bind(self._context, self._handle)
+        self._media = MediaSender(self._handle.directory)
         self.config: ResolvedConfig
         try:
             self._handle.start()
@@ -213,6 +220,7 @@ class SyncMPClient:
             self._send(reply, self._handle.watch, " while starting")
         if self._handle.config is not None:
             self.config = self._handle.config
+            self._media.connect()
         return self._handle.config is not None
 
     def check_start(self) -> None:
@@ -231,7 +239,7 @@ class SyncMPClient:
         return bool(self._unfinished)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self._send(addition(self._encoder, request))
+        self._send(addition(self._encoder, request, self._media))
         self._unfinished.add(request.request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -281,6 +289,7 @@ class SyncMPClient:
 
     def close(self) -> None:
         self._handle.end()
+        self._media.close()
         close_all(self._context, self._input, self._output)
 
     def _next(self) -> EngineCoreOutputs:

@@ -316,6 +316,7 @@ class AttachedCore:
     """The process that started the core watches its load, and ends this one."""
 
     def __init__(self, directory: Path, index: int) -> None:
+        self.directory = directory
         self.input_address, self.output_address = client_addresses(directory, index)
         self.config: ResolvedConfig | None = None
         self.reason = ""

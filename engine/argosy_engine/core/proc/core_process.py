@@ -33,6 +33,7 @@ import zmq
 from msgspec import structs
 
 from argosy_engine.core.proc.core_handle import LoadWatch, client_addresses
+from argosy_engine.core.proc.media_channel import MediaReceiver, NotPassed, PassedFile, attach_tensors
 from argosy_engine.core.proc.output_router import HeldOutputs, OutputRouter
 from argosy_engine.core.request import Request
 from argosy_engine.distributed.lockstep import Lockstep
@@ -56,7 +57,6 @@ from argosy_engine.messages import (
     RequestType,
     UtilityCall,
     UtilityOutput,
-    attach_tensors,
 )
 from argosy_engine.osproc import describe_on_signal, die_with_parent, dump_stacks_on_signal
 from argosy_engine.params import SamplingParams
@@ -167,7 +167,9 @@ class CoreProcess:
         self._lockstep: Lockstep | None = None
         self._add_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._tensors: list[Any] = []
-        """Frames of the request whose message comes next."""
+        """Tensors and files of the request whose message comes next."""
+        self._directory = directory
+        self._media: MediaReceiver | None = None
         self._call_parameters = CallParameters()
         self._abort_decoder = msgspec.msgpack.Decoder(list[str])
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
@@ -254,6 +256,8 @@ class CoreProcess:
                 raise TypeError(f"expected the handshake, got {type(message).__name__}")
         if init is None:
             raise TypeError("no client has sent the arguments")
+        if init.engine_args.mm_tensor_ipc == "torch_shm":
+            self._media = MediaReceiver(self._directory, len(self._outputs))
         self._send_handshake(Loading())
         return init
 
@@ -352,6 +356,9 @@ class CoreProcess:
         if kind == RequestType.TENSOR:
             self._tensors.append(payload)
             return
+        if kind == RequestType.FILE:
+            self._tensors.append(self._passed(payload))
+            return
         message = self._read(kind, payload)
         if message is not None:
             self._put(message)
@@ -375,6 +382,15 @@ class CoreProcess:
         except msgspec.DecodeError as error:
             logger.error("dropped a malformed message of kind %r: %s", kind, error)
         return None
+
+    def _passed(self, handle: bytes) -> PassedFile | NotPassed:
+        """Return the file of an image, or why it has not come."""
+        try:
+            if self._media is None:
+                raise NotPassed("no client passes files")
+            return self._media.receive(handle)
+        except NotPassed as error:
+            return error
 
     def _read_addition(self, payload: bytes) -> _Addition | None:
         tensors, self._tensors = self._tensors, []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
+from argosy_engine.core.proc.media_channel import MAX_FILES, MediaFile, NotPassed, file_size
 from argosy_engine.errors import ConfigError, InvalidRequest, RequestFailed, ResourceBusy
 from argosy_engine.fair_shares import TenantShares
 from argosy_engine.frontend.admission import BoundedThreads
@@ -83,7 +85,7 @@ class _Server:
         """
         self._control.settimeout(timeout_s)
         self._control.sendall(framed(msgspec.msgpack.encode(self._args)))
-        kind, data = _receive_answer(self._control, time.monotonic() + timeout_s)
+        kind, data, _ = _receive_answer(self._control, time.monotonic() + timeout_s)
         if kind == REFUSED:
             raise NoProcessor(msgspec.msgpack.decode(data, type=str))
         if kind == FAULT:
@@ -220,7 +222,7 @@ class MediaPool:
                 job.socket.settimeout(self._job_timeout_s)
                 job.socket.sendall(framed(msgspec.msgpack.encode(question)))
                 job.socket.sendall(data)
-                kind, answer = _receive_answer(job.socket, deadline)
+                kind, answer, descriptors = _receive_answer(job.socket, deadline)
             except TimeoutError:
                 raise _too_long(where, self._job_timeout_s) from None
             except (OSError, EOFError):
@@ -235,7 +237,7 @@ class MediaPool:
         finally:
             job.close()
         if kind == DONE:
-            return msgspec.msgpack.decode(answer, type=ImageResult)
+            return _mapped(msgspec.msgpack.decode(answer, type=ImageResult), descriptors)
         told = msgspec.msgpack.decode(answer, type=str)
         if kind == FAULT:
             raise _ServerLost(told)
@@ -310,19 +312,44 @@ def _too_long(where: str, seconds: float) -> InvalidRequest:
     )
 
 
-def _receive_answer(connection: socket.socket, deadline: float) -> tuple[bytes, Any]:
-    """Receive a kind of answer, and the answer.
+def _mapped(result: ImageResult, descriptors: list[int]) -> ImageResult:
+    """Return a result with its tensors, which may be in a file.
+
+    Raises:
+        _ServerLost: it cannot be mapped.
+    """
+    if not descriptors:
+        return result
+    try:
+        inputs = MediaFile.of(descriptors[0], file_size(result.inputs)).tensors(result.inputs)
+    except NotPassed as error:
+        raise _ServerLost(str(error)) from None
+    if MediaFile.num_open > MAX_FILES:  # a process has a limit of open files
+        inputs = {name: msgspec.structs.replace(each, data=bytes(each.data)) for name, each in inputs.items()}
+    return msgspec.structs.replace(result, inputs=inputs)
+
+
+def _receive_answer(connection: socket.socket, deadline: float) -> tuple[bytes, Any, list[int]]:
+    """Receive a kind of answer, the answer, and the descriptor that comes with it, if any.
 
     Raises:
         TimeoutError: not in time.
         EOFError: the other end is closed.
         OSError: the connection is lost.
     """
-    head = _receive(connection, 5, deadline)
-    size = int.from_bytes(head[1:], "little")
-    if size > _MAX_ANSWER_BYTES:
-        raise EOFError
-    return bytes(head[:1]), _receive(connection, size, deadline)
+    connection.settimeout(max(deadline - time.monotonic(), _END_S))
+    kind, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        if not kind:
+            raise EOFError
+        size = int.from_bytes(_receive(connection, 4, deadline), "little")
+        if size > _MAX_ANSWER_BYTES:
+            raise EOFError
+        return kind, _receive(connection, size, deadline), descriptors
+    except BaseException:
+        for each in descriptors:
+            os.close(each)
+        raise
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytearray:

@@ -445,6 +445,7 @@ def processor_args(config: ResolvedConfig) -> ProcessorArgs:
         tokenizer_folder=config.tokenizer_path if has_own else config.tokenizer_folder,
         image_token_id=vision.image_token_id,
         kwargs=config.media.processor_kwargs,
+        passes_files=config.media.passes_files,
     )
 
 

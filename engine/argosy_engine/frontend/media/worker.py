@@ -28,7 +28,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,7 @@ import msgspec
 from msgspec import Struct
 
 from argosy_engine.checkpoint.fingerprint import OF_IMAGES
+from argosy_engine.core.proc.media_channel import write_file
 from argosy_engine.errors import installation
 from argosy_engine.messages import MediaTensor
 from argosy_engine.osproc import (
@@ -89,6 +90,8 @@ class ProcessorArgs(Struct, frozen=True):
     image_token_id: int
     kwargs: dict[str, Any]
     """`--mm-processor-kwargs`."""
+    passes_files: bool = False
+    """Whether tensors go in files (`core.proc.media_channel`)."""
 
 
 class ProcessorInfo(Struct, frozen=True):
@@ -230,7 +233,8 @@ def tensor_of(value: Any) -> MediaTensor:
         value = value.astype(np.float32)
     if value.dtype.name not in ("float32", "float16", "uint8", "int32", "int64", "bool"):
         raise ImageRefused(f"becomes numbers of type {value.dtype.name}, which no encoder reads")
-    return MediaTensor(value.dtype.name, tuple(value.shape), np.ascontiguousarray(value).tobytes())
+    data: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    return MediaTensor(value.dtype.name, tuple(value.shape), data)
 
 
 def load_processor(args: ProcessorArgs) -> Processor:
@@ -478,10 +482,14 @@ def serve(control: socket.socket) -> None:
         return
     answer(control, DONE, processor.info)
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    fork_for_jobs(control, lambda job: _work(job, processor), lambda job, reason: answer(job, FAULT, reason))
+    fork_for_jobs(
+        control,
+        lambda job: _work(job, processor, passes_files=args.passes_files),
+        lambda job, reason: answer(job, FAULT, reason),
+    )
 
 
-def _work(connection: socket.socket, processor: Processor) -> None:
+def _work(connection: socket.socket, processor: Processor, *, passes_files: bool) -> None:
     """Run one job in a forked process."""
     job = msgspec.msgpack.decode(receive_framed(connection), type=ImageJob)
     # SIGALRM's default action kills the process without needing the interpreter.
@@ -503,14 +511,27 @@ def _work(connection: socket.socket, processor: Processor) -> None:
         )
     except Exception as error:  # of processors, on arguments and sizes that they do not take
         made = REFUSED, f"is refused by the model's processor: {type(error).__name__}: {str(error)[:256]}"
+    descriptors: list[int] = []
+    if passes_files and made[0] == DONE:
+        with contextlib.suppress(OSError):  # of no memory for files
+            inputs, descriptor = write_file(made[1].inputs)
+            made, descriptors = (DONE, msgspec.structs.replace(made[1], inputs=inputs)), [descriptor]
     with contextlib.suppress(OSError):
-        answer(connection, *made)
+        answer(connection, *made, descriptors)
 
 
-def answer(connection: socket.socket, kind: bytes, value: Any) -> None:
-    """Send a kind of answer, and the answer preceded by its length."""
+def answer(connection: socket.socket, kind: bytes, value: Any, descriptors: Sequence[int] = ()) -> None:
+    """Send a kind of answer, and the answer preceded by its length.
+
+    Args:
+        descriptors: at most one, which goes with the kind.
+    """
     payload = msgspec.msgpack.encode(value)
-    connection.sendall(kind + len(payload).to_bytes(4, "little"))
+    head = kind + len(payload).to_bytes(4, "little")
+    if descriptors:
+        socket.send_fds(connection, [head[:1]], descriptors)
+        head = head[1:]
+    connection.sendall(head)
     connection.sendall(payload)
 
 
