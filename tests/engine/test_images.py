@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -37,6 +38,7 @@ from image_checkpoints import (
     requests_of,
 )
 from preemptions import PreemptionCounter
+from thread_workers import thread_workers
 from transformers_checkpoints import architecture_of, write_checkpoint
 
 TYPES = (
@@ -249,23 +251,32 @@ def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(tmp_path: Path) 
         assert len(found) == COUNT
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("flags", "failing"),
+    [
+        ({"async_scheduling": False}, 0),
+        ({"async_scheduling": True}, 0),
+        ({"tensor_parallel_size": 2}, 0),
+        ({"tensor_parallel_size": 2}, 1),
+    ],
+    ids=str,
+)
 def test_an_item_without_memory_ends_its_requests_alone(
-    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any], failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the next step, which computes more of it, is planned already."""
+    """Also if the next step, which computes more of it, is planned already, or if only one of two ranks has none."""
     model = written("qwen2_5_vl", tmp_path)
-    encode, texts = ImageEncoder.encode, list(range(60, 67))
+    encode, texts, calls = ImageEncoder.encode, list(range(60, 67)), itertools.count()
     good, bad = ([texts, *prompts_of(model)[index]] for index in (4, 0))
 
     def without_memory(self: ImageEncoder, inputs: Any, num_embeds: int) -> torch.Tensor:
-        if inputs["pixel_values"].numpy().tobytes() == lacking.data:
+        if inputs["pixel_values"].numpy().tobytes() == lacking.data and next(calls) == failing:
             raise torch.OutOfMemoryError("no memory")
         return encode(self, inputs, num_embeds)
 
     monkeypatch.setattr(ImageEncoder, "encode", without_memory)
-    flags = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "async_scheduling": is_async}
-    with closing(client_of(tmp_path, **flags)) as client:
+    flags = {"max_num_batched_tokens": 16, "max_num_seqs": 4, **flags}
+    with thread_workers(), closing(client_of(tmp_path, **flags)) as client:
         requests = [
             *requests_of(model, [bad], COUNT, 0),
             *requests_of(model, [bad], COUNT, 1),

@@ -9,7 +9,7 @@ ends gets an error from gloo and none from NCCL, so the executor watches the pro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -171,14 +171,8 @@ class ParallelState:
         Args:
             reason: why this worker has failed; its first 1,024 bytes count.
         """
-        if self.world.size == 1:
-            return reason
-        text = b"" if reason is None else (reason or "unknown").encode()[:_MAX_REASON_BYTES]
-        padded = torch.frombuffer(bytearray(text.ljust(_MAX_REASON_BYTES, b"\0")), dtype=torch.uint8)
-        for row in self.world.all_gather(padded[None].to(self.device), dim=0).cpu():
-            if found := bytes(row.tolist()).rstrip(b"\0"):
-                return found.decode(errors="replace")
-        return None
+        (found,) = first_failures([reason], self.world, self.device)
+        return found
 
     def destroy(self) -> None:
         """Leave the groups. No collective may be running."""
@@ -186,6 +180,27 @@ class ParallelState:
             self.leave()
         elif self.world.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def first_failures(
+    reasons: Sequence[str | None], ranks: Communicator, device: torch.device
+) -> list[str | None]:
+    """Return of several things why each has failed, on the first rank by number on which it has; None where it has on
+    none. It waits for all ranks, which have to ask about the same things.
+
+    Args:
+        reasons: why each has failed on this rank; the first 1,024 bytes count.
+    """
+    if ranks.size == 1:
+        return list(reasons)
+    texts = [b"" if each is None else (each or "unknown").encode()[:_MAX_REASON_BYTES] for each in reasons]
+    padded = bytearray().join(each.ljust(_MAX_REASON_BYTES, b"\0") for each in texts)
+    own = torch.frombuffer(padded, dtype=torch.uint8).view(1, len(texts), _MAX_REASON_BYTES)
+    found: list[str | None] = [None] * len(texts)
+    for row in ranks.all_gather(own.to(device), dim=0).cpu().flip(0):
+        for index in row.any(dim=-1).nonzero().flatten().tolist():
+            found[index] = bytes(row[index].tolist()).rstrip(b"\0").decode(errors="replace")
+    return found
 
 
 def single_process() -> ParallelState:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from argosy_engine.attention.backend import DeepstackFeatures, ModelInputs
+from argosy_engine.distributed.parallel_state import Communicator, first_failures
 from argosy_engine.messages import EncoderInput, MediaTensor, NewRequest, SchedulerOutput
 from argosy_engine.models.loader import LoadedImages
 from argosy_engine.worker.input_batch import Ints, StepArrays
@@ -63,12 +64,11 @@ class ImageInputs:
     """
     Args:
         num_slots: of the input batch.
-        can_fail_alone: whether an item for which there is no memory fails as others do; not if there are further ranks,
-            which may have memory for it.
+        ranks: those that encode the same items. What one of them cannot encode, fails on all.
     """
 
-    def __init__(self, loaded: LoadedImages, num_slots: int, *, can_fail_alone: bool = False) -> None:
-        self._can_fail_alone = can_fail_alone
+    def __init__(self, loaded: LoadedImages, num_slots: int, ranks: Communicator) -> None:
+        self._ranks = ranks
         self._spec, self._encoder, self._rotary = loaded.spec, loaded.encoder, loaded.rotary
         self._outputs: dict[str, torch.Tensor] = {}
         self._images: dict[int, Sequence[_Image]] = {}
@@ -79,29 +79,33 @@ class ImageInputs:
         """What the tokens after that are shifted by."""
 
     def encode(self, step: SchedulerOutput) -> dict[str, str]:
-        """Drop and make encoder outputs as a step says. Return, by identifier, why items could not be encoded.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for one of them, and it cannot fail alone.
-        """
+        """Drop and make encoder outputs as a step says. Return, by identifier, why items could not be encoded, on this
+        rank or another."""
         for identifier in step.freed_encoder_outputs:
             self._outputs.pop(identifier, None)
+        if not step.encoder_inputs:
+            return {}
+        reasons = [self._encode(item) for item in step.encoder_inputs]
+        agreed = first_failures(reasons, self._ranks, self._encoder.device)
         failed: dict[str, str] = {}
-        for item in step.encoder_inputs:
-            try:
-                inputs = {name: _tensor(each) for name, each in item.inputs.items()}
-                self._outputs[item.identifier] = self._encoder.encode(inputs, item.num_embeds)
-            except torch.OutOfMemoryError as error:
-                if not self._can_fail_alone:
-                    raise
-                logger.error("there is no memory to encode an %s: %s", item.modality, str(error)[:200])
-                failed[item.identifier] = "there is not enough memory on the device; send a smaller one"
-                self._outputs[item.identifier] = self._nothing(item)
-            except Exception as error:  # whatever transformers' modules raise
-                logger.exception("an %s cannot be encoded", item.modality)
-                failed[item.identifier] = f"{type(error).__name__}: {str(error)[:200]}"
+        for item, reason in zip(step.encoder_inputs, agreed, strict=True):
+            if reason is not None:
+                failed[item.identifier] = reason
                 self._outputs[item.identifier] = self._nothing(item)
         return failed
+
+    def _encode(self, item: EncoderInput) -> str | None:
+        """Encode an item, and return why it cannot be."""
+        try:
+            inputs = {name: _tensor(each) for name, each in item.inputs.items()}
+            self._outputs[item.identifier] = self._encoder.encode(inputs, item.num_embeds)
+        except torch.OutOfMemoryError as error:
+            logger.error("there is no memory to encode an %s: %s", item.modality, str(error)[:200])
+            return "there is not enough memory on the device; send a smaller one"
+        except Exception as error:  # whatever transformers' modules raise
+            logger.exception("an %s cannot be encoded", item.modality)
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        return None
 
     def _nothing(self, item: EncoderInput) -> torch.Tensor:
         """Return embeddings for steps whose results are thrown away, which take no memory."""

@@ -23,7 +23,7 @@ from argosy_engine.attention.kv_cache_spec import (
     group_layers,
 )
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.distributed.parallel_state import Communicator
+from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator
 from argosy_engine.layers.experts import TokenExchange
 from argosy_engine.messages import ModelRunnerOutput, SchedulerOutput
 from argosy_engine.model_configs.model_config import ModelConfig
@@ -304,6 +304,7 @@ class ModelRunner:
         num_states: blocks with states, if the model has any.
         requires_graphs: whether CUDA graphs that cannot be captured are an error; see `StepGraphs`.
         images: what the model sees images by; None: only texts are served.
+        ranks: those that share the model's layers; None: this one has them alone.
     """
 
     def __init__(
@@ -326,10 +327,11 @@ class ModelRunner:
         requires_graphs: bool = False,
         num_states: int = 0,
         images: LoadedImages | None = None,
+        ranks: Communicator | None = None,
     ) -> None:
         self.model = model
         self._images = (
-            None if images is None else ImageInputs(images, max_num_seqs, can_fail_alone=can_lose_steps)
+            None if images is None else ImageInputs(images, max_num_seqs, ranks or LocalCommunicator())
         )
         self._requires_graphs = requires_graphs
         self._pipeline = pipeline

@@ -541,6 +541,7 @@ class Worker:
             num_states=num_states,
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
             images=loaded.images,
+            ranks=self._parallel.tensor,
         )
 
     def _counted(self, phase: str) -> Callable[[], None]:
