@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,15 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
-from image_processors import image_part, make_folder, picture
+from image_processors import PLACEHOLDER, make_model, picture, user
 from processes import descendants, free_port, running
-from transformers_checkpoints import write_checkpoint
 
 COUNT = 8
-PLACEHOLDER = "<|image_pad|>"
 
 
 def write_model(folder: Path) -> Any:
     """Write a tiny Qwen2.5-VL with its processor; return transformers' model of it."""
-    write_checkpoint("qwen2_5_vl", folder, max_position_embeddings=2048)
-    config = json.loads((folder / "config.json").read_text())
-    make_folder("qwen2_5_vl", folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config["image_token_id"] = tokenizer.token_to_id(PLACEHOLDER)
-    (folder / "config.json").write_text(json.dumps(config))
+    make_model(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
 
@@ -56,13 +48,6 @@ def reference(folder: Path, model: Any, content: list[str | Image.Image]) -> lis
         logits[placeholder] = -torch.inf
         ids.append(int(logits.argmax()))
     return ids[-COUNT:]
-
-
-def user(*content: str | Image.Image) -> dict[str, Any]:
-    parts = [
-        {"type": "text", "text": each} if isinstance(each, str) else image_part(each) for each in content
-    ]
-    return {"role": "user", "content": parts}
 
 
 @pytest.mark.timeout(300)

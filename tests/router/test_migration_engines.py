@@ -6,13 +6,18 @@ import asyncio
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import Server, descendants
+from image_processors import make_model, picture, user
+from processes import Server, descendants, free_port, running
 
-from .engine_processes import STREAMS, Stream, calls, document, undisturbed
+from .engine_processes import STREAMS, Stream, calls, document, fold, undisturbed
 from .harness import rig
 
 pytestmark = pytest.mark.timeout(300)  # for processes that start beside other work
@@ -67,6 +72,55 @@ async def disturb(
         assert moved >= STREAMS // 2, "the others had said all before the engine died"
         assert r.metric("interrupted_streams_total") == 0
     return expected, survived
+
+
+@pytest.fixture
+def seeing_engines(tmp_path: Path) -> Iterator[tuple[list[Server], int]]:
+    """Two engines that see pictures, and the token that stands for a part of one."""
+    folder = tmp_path / "model"
+    token = make_model(folder)
+    with ExitStack() as stack, ThreadPoolExecutor() as starters:
+
+        def start(number: int) -> Server:
+            port = free_port()
+            command = [
+                "argosy_engine.api.serve",
+                str(folder),
+                "--served-model-name",
+                "tiny",
+                "--port",
+                str(port),
+            ]
+            command += ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--max-model-len", "2048"]
+            command += ["--num-gpu-blocks-override", "200"]
+            return stack.enter_context(running(command, tmp_path / f"log{number}", port=port))
+
+        yield list(starters.map(start, range(2))), token
+
+
+async def test_a_stream_about_a_picture_survives(seeing_engines: tuple[list[Server], int]) -> None:
+    """The engine that goes on has never seen the picture, which the router has kept."""
+    engines, placeholder = seeing_engines
+    body = {
+        "model": "tiny", "messages": [user("What is this?", picture(90, 60, 1))], "stream": True,
+        "temperature": 0, "max_tokens": 900, "ignore_eos": True, "logit_bias": {str(placeholder): -100},
+    }  # fmt: skip
+    process = engines[0].process
+    async with rig(document=document(engines, 0), wait=False) as r:
+        await r.until(lambda: all(replica.is_synced for replica in r.router.fleet.replicas()))
+        expected = fold((await r.http.post("/v1/chat/completions", json=body)).content)
+        async with r.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            read, lines = b"", answer.aiter_bytes()
+            while read.count(b"data: ") < 5:
+                read += await anext(lines)
+            r.discovery.set(document(engines, 1))
+            process.kill()
+            read += b"".join([each async for each in lines])
+        assert r.metric('migrations_total{model="tiny",outcome="resumed"}') == 1
+        assert r.metric("interrupted_streams_total") == 0
+    assert fold(read) == expected
+    assert expected["finish_reason"] == {0: ["length"]}
+    await asyncio.to_thread(process.wait, 60)
 
 
 async def test_streams_leave_a_stopped_core(engines: list[Server]) -> None:

@@ -187,6 +187,22 @@ def make_folder(family: str, folder: Path, *, template: str | None = None) -> Pa
     return folder
 
 
+PLACEHOLDER = "<|image_pad|>"
+"""Of Qwen's models."""
+
+
+def make_model(folder: Path) -> int:
+    """Write a tiny Qwen2.5-VL with its processor; return the token that stands for a part of an image."""
+    from transformers_checkpoints import write_checkpoint  # imports torch
+
+    write_checkpoint("qwen2_5_vl", folder, max_position_embeddings=2048)
+    config = json.loads((folder / "config.json").read_text())
+    make_folder("qwen2_5_vl", folder)
+    token: int = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(PLACEHOLDER)
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": token}))
+    return token
+
+
 def resolved(folder: Path, *, max_model_len: int = 4096, **media: Any) -> ResolvedConfig:
     """Return the config of an engine that serves a folder of `make_folder`.
 
@@ -229,6 +245,14 @@ def data_url(data: bytes, kind: str = "png") -> str:
 def image_part(image: Image.Image, **fields: Any) -> dict[str, Any]:
     """Return a chat's part with an image."""
     return {"type": "image_url", "image_url": {"url": data_url(encoded(image))}, **fields}
+
+
+def user(*content: str | Image.Image) -> dict[str, Any]:
+    """Return a chat's message with texts and images."""
+    parts = [
+        {"type": "text", "text": each} if isinstance(each, str) else image_part(each) for each in content
+    ]
+    return {"role": "user", "content": parts}
 
 
 class InProcessPool:
