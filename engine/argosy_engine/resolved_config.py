@@ -336,6 +336,13 @@ class MediaArgs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
             "which no process copies (Linux)"
         ),
     ] = "direct_rpc"
+    mm_encoder_tp_mode: Annotated[
+        Literal["weights", "data"],
+        Meta(
+            description="how tensor-parallel ranks encode the images of a step: each rank all of them (weights), or "
+            "each some, whose outputs it sends to the others (data). The whole encoder is on each of them in both cases"
+        ),
+    ] = "weights"
     allowed_media_domains: Annotated[
         tuple[_Domain, ...],
         Meta(

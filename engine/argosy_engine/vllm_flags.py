@@ -126,7 +126,7 @@ _ONE_WAY = "images are processed, sent and encoded in one way; videos are not se
 _MEDIA = (
     "mm-device-do-normalize",
     *("mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-hasher-algorithm"),
-    *("mm-encoder-fp8-scale-save-margin", "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode"),
+    *("mm-encoder-fp8-scale-save-margin", "mm-encoder-fp8-scale-save-path"),
     *("mm-ipc-gpu-memory-gb", "mm-processor-cache-type", "mm-processor-device"),
     *("mm-shm-cache-max-object-size-mb", "video-pruning-method"),
     *("video-pruning-rate", "ec-manager-config"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 import time
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,19 @@ from argosy_engine.core import engine_core, steps
 from argosy_engine.core.proc.core_client import InprocClient
 from argosy_engine.errors import ConfigError, ResourceBusy
 from argosy_engine.messages import EngineCoreRequest, MediaTensor, MultimodalFeature
-from argosy_engine.model_configs.vision_config import SEEING_BY_TRANSFORMERS, SEEING_WRAPPERS, VisionSpec
+from argosy_engine.model_configs.transformers_config import read_hf_config
+from argosy_engine.model_configs.vision_config import (
+    SEEING_BY_TRANSFORMERS,
+    SEEING_WRAPPERS,
+    VisionSpec,
+    largest_image,
+)
 from argosy_engine.models import image_encoder
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.models.image_encoder import ImageEncoder
 from argosy_engine.native.library import kernels
 from argosy_engine.params import SamplingParams
+from argosy_engine.worker.image_inputs import divided
 from image_checkpoints import (
     Image,
     generated,
@@ -135,6 +144,67 @@ def test_of_several_ranks_each_encodes(model_type: str, flags: dict[str, Any], t
     expected = [reference_tokens(model, each, COUNT) for each in prompts]
     with closing(client_of(tmp_path, max_num_batched_tokens=32, max_num_seqs=8, **flags)) as client:
         assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        ("qwen3_vl", {"pipeline_parallel_size": 2}),
+        ("qwen3_vl", {"pipeline_parallel_size": 4, "max_num_batched_tokens": 16}),
+        ("qwen3_vl", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}),
+        ("gemma3", {"pipeline_parallel_size": 2}),
+        ("qwen3_5", {"pipeline_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_the_first_stage_of_a_pipeline_encodes(
+    model_type: str, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get what their layers add, which is the case with the second one of Qwen3-VL."""
+    model = written(model_type, tmp_path)
+    prompts = prompts_of(model)
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    loaded: list[Path] = []
+    load = image_encoder.load_image_encoder
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> ImageEncoder | None:
+        loaded.append(path)
+        return load(path, *args, **kwargs)
+
+    monkeypatch.setattr(image_encoder, "load_image_encoder", noted)
+    with thread_workers(), closing(client_of(tmp_path, max_num_seqs=8, **flags)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+    assert len(loaded) == flags.get("tensor_parallel_size", 1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_ranks_share_the_images_of_a_step(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = written(model_type, tmp_path)
+    prompts = prompts_of(model)[1:3]  # with three images, in one step
+    expected = [reference_tokens(model, each, COUNT) for each in prompts]
+    encode = ImageEncoder.encode
+    shares: dict[ImageEncoder, list[bytes]] = defaultdict(list)
+
+    def noted(self: ImageEncoder, inputs: Any, num_embeds: int) -> torch.Tensor:
+        shares[self].append(inputs["pixel_values"].numpy().tobytes())
+        return encode(self, inputs, num_embeds)
+
+    monkeypatch.setattr(ImageEncoder, "encode", noted)
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
+    with thread_workers(), closing(client_of(tmp_path, **flags)) as client:
+        assert generated(client, list(requests_of(model, prompts, COUNT))) == expected
+    one, two = shares.values()
+    assert sorted(map(len, (one, two))) == [1, 2]
+    assert not {*one} & {*two}
+
+
+def test_images_are_divided_by_their_costs() -> None:
+    assert divided([5, 1, 9, 3], 2) == [1, 1, 0, 1]
+    assert divided([4, 4, 4], 2) == [0, 1, 0]
+    assert divided([7], 3) == [0]
+    assert divided([], 2) == []
 
 
 @pytest.mark.skipif(kernels() is None, reason="no variant of the kernels for this CPU")
@@ -258,6 +328,8 @@ def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(tmp_path: Path) 
         ({"async_scheduling": True}, 0),
         ({"tensor_parallel_size": 2}, 0),
         ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}, 0),
+        ({"pipeline_parallel_size": 2}, 0),
     ],
     ids=str,
 )
@@ -406,6 +478,74 @@ def test_a_checkpoint_without_its_encoder_serves_texts_alone(
     save_file(tensors, file, metadata={"format": "pt"})
     client_of(tmp_path).close()
     assert "no encoder of images" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, *FOREIGN])
+def test_the_largest_image_can_be_encoded(model_type: str, tmp_path: Path) -> None:
+    """A start on a GPU does, to measure its memory."""
+    write_checkpoint(model_type, tmp_path)
+    if model_type == "mistral3":  # transformers fails with an image of one embedding
+        fields = json.loads((tmp_path / "config.json").read_text())
+        fields["vision_config"]["image_size"] = 56
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = load_model_config(tmp_path)
+    spec = config.vision
+    assert spec is not None
+    encoder = image_encoder.load_image_encoder(
+        tmp_path, spec, config.hidden_size, dtype=torch.float32, device=torch.device("cpu"), seed=0
+    )
+    assert encoder is not None
+    whole = read_hf_config(json.loads(spec.fields))
+    image = largest_image(whole, {}, {}, 60)
+    with torch.inference_mode():
+        count = encoder.encode_largest(image)
+    assert 0 < count <= image.num_patches + (image.num_patches if "llava" in model_type else 0)
+    assert count <= 60 or "temporal_patch_size" not in whole.vision_config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "processor", "kwargs", "num_patches"),
+    [
+        ("qwen2_5_vl", {"max_pixels": 28 * 28 * 64}, {}, 64 * 4),
+        ("qwen2_5_vl", {"max_pixels": 28 * 28 * 64}, {"max_pixels": 28 * 28 * 16}, 16 * 4),
+        ("qwen3_vl", {"size": {"longest_edge": 28 * 28 * 36}}, {}, 36 * 4),
+        ("qwen3_vl", {}, {}, 31 * 32 * 4),  # as many as a prompt of 1,000 tokens has
+        ("mistral3", {"size": {"longest_edge": 28}}, {}, 4),
+        ("idefics3", {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}, {}, 10 * 4),
+        ("idefics3", {"do_image_splitting": False}, {}, 4),
+        ("internvl", {"max_patches": 5}, {}, 6 * 4),
+        ("internvl", {"max_patches": 5, "crop_to_patches": False}, {}, 4),
+        ("llava_next", {}, {}, 5 * 4),
+        ("llava", {}, {}, 4),
+    ],
+)
+def test_the_largest_image_is_what_the_processor_makes(
+    model_type: str, processor: dict[str, Any], kwargs: dict[str, Any], num_patches: int, tmp_path: Path
+) -> None:
+    write_checkpoint(model_type, tmp_path)
+    spec = load_model_config(tmp_path).vision
+    assert spec is not None
+    config = read_hf_config(json.loads(spec.fields))
+    image = largest_image(config, processor, kwargs, 1000)
+    assert image.num_patches == num_patches
+    requested = largest_image(config, processor, kwargs, 1000, trusts_request_kwargs=True)
+    assert requested.num_patches >= num_patches
+    assert requested.activation_bytes(2) >= image.activation_bytes(2) > 4 * math.prod(image.pixels)
+
+
+def test_the_kv_cache_leaves_room_for_the_largest_image(tmp_path: Path) -> None:
+    write_checkpoint("qwen2_5_vl", tmp_path)
+    flags = {"max_model_len": 512, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    memory = {}
+    for side in (2, 16):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_pixels": (28 * side) ** 2}))
+        with closing(client_of(tmp_path, **flags)) as client:
+            memory[side] = client.config.memory
+    more = memory[16].activation_bytes - memory[2].activation_bytes
+    assert more > (16 * 16 - 2 * 2) * 4 * 3 * 2 * 14 * 14 * 4, "not even the pixels"
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": "many"}')
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json.*--language-model-only"):
+        client_of(tmp_path)
 
 
 def test_an_encoder_that_lacks_tensors_is_refused(tmp_path: Path) -> None:

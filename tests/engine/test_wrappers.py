@@ -471,6 +471,7 @@ def test_doctor_counts_the_text_part_only(model_type: str, model_impl: str, tmp_
     client = InprocClient(args)
     assert found.budget.block_bytes == client.config.memory.block_bytes
     assert found.budget.weights_bytes == client.config.memory.weights_bytes
+    assert found.budget.activation_bytes == client.config.memory.activation_bytes
 
 
 def test_a_load_by_transformers_tells_how_far_it_is(tmp_path: Path) -> None:

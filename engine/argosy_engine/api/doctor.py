@@ -55,6 +55,7 @@ from argosy_engine.model_configs.quantization_config import (
 )
 from argosy_engine.model_configs.sharding import Stage, all_stages
 from argosy_engine.model_configs.transformers_config import WIDENS, EncoderConfig, TransformersConfig
+from argosy_engine.model_configs.vision_config import LargestImage
 from argosy_engine.model_configs.wrapper_config import encoder_elements, text_tensors, without_parts
 from argosy_engine.models.config_file import REPLACED_CODE, load_model_config, why_not_ours
 from argosy_engine.native.build import describe_choice, has_kernels
@@ -67,6 +68,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
+    find_largest_image,
     plan_memory,
     planned_groups,
     rank_elements,
@@ -173,6 +175,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     """
     with model_headers(args) as path:
         config = as_served(args, load_model_config(path, args.model_use))
+        image = find_largest_image(args, config, path)
         sampling_defaults(path, args.request_defaults)
         has_weights = args.load_format != "dummy"
         tokenizer = args.tokenizer_path
@@ -268,7 +271,7 @@ def diagnose(args: EngineArgs, device: DeviceMemory | None = None) -> Diagnosis:
     try:
         budget = scarcest(
             [
-                _stage_budget(args, config, elements, num_encoder, device, dtype, backend, each)
+                _stage_budget(args, config, elements, num_encoder, image, device, dtype, backend, each)
                 for each in all_stages(stages)
             ]
         )
@@ -293,6 +296,7 @@ def _stage_budget(
     config: ModelConfig,
     elements: Mapping[str, int],
     num_encoder: int,
+    image: LargestImage | None,
     device: DeviceMemory,
     dtype: str,
     backend: BackendChoice,
@@ -302,7 +306,8 @@ def _stage_budget(
 
     Args:
         elements: of each tensor of the checkpoint.
-        num_encoder: elements of the encoder of images, of which every worker has the whole.
+        num_encoder: elements of the encoder of images, of which every worker of the first stage has the whole.
+        image: the largest.
 
     Raises:
         DoesNotFit: there is not enough memory.
@@ -312,7 +317,9 @@ def _stage_budget(
     expert_size = args.parallel_config.expert_size if args.enable_expert_parallel else ranks
     if max(ranks, expert_size) > 1:
         elements = rank_elements(config, elements, ranks, expert_size, stage)
-    activations = estimate_activations(config, args, itemsize, backend.name)
+    if not stage.is_first:
+        num_encoder, image = 0, None
+    activations = estimate_activations(config, args, itemsize, backend.name, image)
     return plan_memory(
         args,
         config,
@@ -336,7 +343,7 @@ def _stage_budget(
             keeps_integers=not config.widens_fp8 and _packs_integers(device.device, dtype, backend),
         )
         + num_encoder * itemsize,
-        activation_bytes=encoder_cache_bytes(args, config, itemsize)
+        activation_bytes=encoder_cache_bytes(args, config, itemsize, stage)
         + activations
         + (CUDA_CONTEXT_BYTES if device.device == "cuda" else 0),
     )

@@ -193,13 +193,23 @@ def first_failures(
     """
     if ranks.size == 1:
         return list(reasons)
+    by_rank = ranks.all_gather(packed_reasons(reasons)[None].to(device), dim=0).cpu()
+    found = [unpacked_reasons(each) for each in by_rank]
+    return [next((each for each in of_one if each is not None), None) for of_one in zip(*found, strict=True)]
+
+
+def packed_reasons(reasons: Sequence[str | None]) -> torch.Tensor:
+    """Return reasons as a tensor to exchange, uint8 [N, 1024], on the CPU; None is zeros."""
     texts = [b"" if each is None else (each or "unknown").encode()[:_MAX_REASON_BYTES] for each in reasons]
     padded = bytearray().join(each.ljust(_MAX_REASON_BYTES, b"\0") for each in texts)
-    own = torch.frombuffer(padded, dtype=torch.uint8).view(1, len(texts), _MAX_REASON_BYTES)
-    found: list[str | None] = [None] * len(texts)
-    for row in ranks.all_gather(own.to(device), dim=0).cpu().flip(0):
-        for index in row.any(dim=-1).nonzero().flatten().tolist():
-            found[index] = bytes(row[index].tolist()).rstrip(b"\0").decode(errors="replace")
+    return torch.frombuffer(padded, dtype=torch.uint8).view(len(texts), _MAX_REASON_BYTES)
+
+
+def unpacked_reasons(packed: torch.Tensor) -> list[str | None]:
+    """Return the reasons of a tensor [N, 1024] on the CPU."""
+    found: list[str | None] = [None] * len(packed)
+    for index in packed.any(dim=-1).nonzero().flatten().tolist():
+        found[index] = bytes(packed[index].tolist()).rstrip(b"\0").decode(errors="replace")
     return found
 
 

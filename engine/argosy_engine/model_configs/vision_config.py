@@ -1,11 +1,12 @@
-"""VisionSpec: the part of a wrapper's config on which its encoder of images, and the place of what that gives, depend.
-No torch."""
+"""VisionSpec: the part of a wrapper's config on which its encoder of images, and the place of what that gives, depend;
+and LargestImage: the largest that its processor makes. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from math import ceil, isqrt, prod
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
@@ -34,6 +35,13 @@ _SECTIONS = {
 }
 """Transformers' default of `mrope_section`, of the model types with M-RoPE."""
 _INTERLEAVED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+MAX_RESULT_BYTES: Final = 256 << 20
+"""Tensors of one image. Those of 16,000 tokens of Qwen2.5-VL have 300 MB, of Qwen3-VL 400 MB."""
+_MAX_CROPS = {"internvl": 12, "aya_vision": 12, "cohere2_vision": 12, "llama4": 16, "ovis2": 9}
+"""Transformers' default of `max_patches`, the crops that a processor divides an image into, by model type."""
+_MAX_PIXELS = 12_845_056
+"""Transformers' default for Qwen's models."""
 
 
 class VisionSpec(Struct, frozen=True, kw_only=True):
@@ -103,3 +111,123 @@ def vision_spec(fields: Mapping[str, Any], config: Any) -> VisionSpec:
         is_bidirectional=config.model_type == "gemma3",
         num_deepstack=len(layers),
     )
+
+
+class LargestImage(Struct, frozen=True, kw_only=True):
+    """The largest image that a processor makes, as the encoder gets it."""
+
+    pixels: tuple[int, ...]
+    """Shape of `pixel_values`."""
+    integers: dict[str, list[list[int]]] = {}
+    """Its other inputs."""
+    masks: dict[str, tuple[int, ...]] = {}
+    """Shapes of those that are true for all of it."""
+    num_patches: int
+    """That the encoder computes."""
+    num_values: int
+    """Of a patch, at the most at a time."""
+    has_mask: bool = False
+    """Whether each patch has a value for each other one."""
+
+    def activation_bytes(self, itemsize: int) -> int:
+        """Estimate the peak activation bytes of encoding it.
+
+        Args:
+            itemsize: bytes per element of the model's dtype.
+        """
+        per_patch = self.num_values + (self.num_patches if self.has_mask else 0)
+        return self.num_patches * per_patch * itemsize + prod(self.pixels) * (4 + itemsize)
+
+
+def largest_image(
+    config: Any,
+    processor: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    max_tokens: int,
+    *,
+    trusts_request_kwargs: bool = False,
+) -> LargestImage:
+    """Return the largest image of a wrapper among `SEEING_WRAPPERS` and `SEEING_BY_TRANSFORMERS`.
+
+    Args:
+        config: transformers' config object of it.
+        processor: preprocessor_config.json; empty: transformers' defaults.
+        kwargs: `--mm-processor-kwargs`.
+        max_tokens: of a prompt.
+        trusts_request_kwargs: whether requests say how large images become, up to the bounds of all images.
+    """
+    vision, kind = config.vision_config, config.model_type
+    asked = {**processor, **kwargs}
+    size = {**_mapping(processor.get("size")), **_mapping(kwargs.get("size"))}
+    patch = _side(vision.patch_size)
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    inner = getattr(vision, "intermediate_size", None) or getattr(vision, "mlp_dim", None)
+    inner = inner or int(getattr(vision, "mlp_ratio", None) or 4) * hidden
+    values = 8 * hidden + 3 * inner + config.get_text_config().hidden_size
+    if getattr(vision, "temporal_patch_size", None):
+        merge, row = vision.spatial_merge_size, 3 * vision.temporal_patch_size * patch**2
+        most = min(max_tokens, MAX_RESULT_BYTES // (4 * row * merge**2))
+        pixels = (
+            kwargs.get("max_pixels") or size.get("longest_edge") or asked.get("max_pixels") or _MAX_PIXELS
+        )
+        if not trusts_request_kwargs:
+            most = min(most, int(pixels) // (patch * merge) ** 2)
+        rows = max(isqrt(most), 1)
+        columns = max(most // rows, 1)
+        count = rows * columns * merge**2
+        return LargestImage(
+            pixels=(count, row),
+            integers={"image_grid_thw": [[1, rows * merge, columns * merge]]},
+            num_patches=count,
+            num_values=values,
+        )
+    side = _side(vision.image_size)
+    if kind == "mistral3":
+        unit = patch * config.spatial_merge_size
+        longest = side if trusts_request_kwargs else min(int(size.get("longest_edge") or side), side)
+        units = max(min(longest // unit, isqrt(max_tokens)), 1)
+        return LargestImage(
+            pixels=(1, 3, units * unit, units * unit),
+            integers={"image_sizes": [[units * unit, units * unit]]},
+            num_patches=(units * config.spatial_merge_size) ** 2,
+            num_values=values,
+            has_mask=True,
+        )
+    integers: dict[str, list[list[int]]] = {}
+    if kind in ("llava_next", "llava_onevision"):
+        height, width = max(config.image_grid_pinpoints, key=prod)
+        integers = {"image_sizes": [[int(height), int(width)]]}
+        crops = (height // side) * (width // side) + 1
+    elif kind in ("idefics3", "smolvlm"):
+        cut = _mapping(asked.get("max_image_size")).get("longest_edge") or side
+        crops = ceil((size.get("longest_edge") or 4 * cut) / cut) ** 2 + 1
+        crops = crops if asked.get("do_image_splitting", True) else 1
+    else:
+        crops = int(asked.get("max_patches") or _MAX_CROPS.get(kind, 0)) + 1
+        crops = crops if asked.get("crop_to_patches", True) else 1
+    bound = max(MAX_RESULT_BYTES // (4 * 3 * side**2), 1)
+    if not integers:
+        crops = bound if trusts_request_kwargs else min(crops, bound)
+    shape = (crops, 3, side, side)
+    has_batch = bool(integers) or kind in ("idefics3", "smolvlm")
+    masks = {}
+    if kind in ("idefics3", "smolvlm"):
+        masks = {"pixel_attention_mask": (1, crops, side, side)}
+    elif kind == "aria":
+        masks = {"pixel_mask": (crops, side, side)}
+    return LargestImage(
+        pixels=(1, *shape) if has_batch else shape,
+        integers=integers,
+        masks=masks,
+        num_patches=crops * (side // patch) ** 2,
+        num_values=values,
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _side(value: Any) -> int:
+    """Return a size that a config states once, or by height and width."""
+    return int(value[0] if isinstance(value, (list, tuple)) else value)

@@ -24,7 +24,7 @@ from argosy_engine.attention.cpu_attn import MAX_SEGMENT_HEAD_DIM, attend_segmen
 from argosy_engine.checkpoint.shards import read_shards
 from argosy_engine.errors import ConfigError
 from argosy_engine.model_configs.transformers_config import read_hf_config
-from argosy_engine.model_configs.vision_config import VisionSpec
+from argosy_engine.model_configs.vision_config import LargestImage, VisionSpec
 from argosy_engine.model_configs.wrapper_config import is_of_other_part
 from argosy_engine.models.transformers_classes import text_modules, wrapper_class
 from argosy_engine.native.library import kernels_for
@@ -65,17 +65,27 @@ class ImageEncoder:
         Raises:
             ValueError: there are not `num_embeds` of them.
         """
-        given = {name: self._on_device(each) for name, each in inputs.items()}
-        output = self._asked.get_image_features(**given, return_dict=True)
-        parts = [self._rows(output)]
-        if self._num_deepstack:
-            parts += [_joined(each) for each in output.deepstack_features]
-        encoded = torch.cat([each.to(self.dtype) for each in parts], dim=-1)
+        encoded = self._features(inputs)
         if encoded.shape != (num_embeds, (1 + self._num_deepstack) * self.hidden_size):
             raise ValueError(
                 f"the encoder gave {list(encoded.shape)} for {num_embeds} placeholders of an image"
             )
         return encoded
+
+    def encode_largest(self, image: LargestImage) -> int:
+        """Encode an image of one colour, and return how many embeddings it has."""
+        inputs = {"pixel_values": torch.ones(image.pixels)}  # zeros would pass for padding
+        inputs |= {name: torch.tensor(each) for name, each in image.integers.items()}
+        inputs |= {name: torch.ones(shape, dtype=torch.bool) for name, shape in image.masks.items()}
+        return len(self._features(inputs))
+
+    def _features(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        given = {name: self._on_device(each) for name, each in inputs.items()}
+        output = self._asked.get_image_features(**given, return_dict=True)
+        parts = [self._rows(output)]
+        if self._num_deepstack:
+            parts += [_joined(each) for each in output.deepstack_features]
+        return torch.cat([each.to(self.dtype) for each in parts], dim=-1)
 
     def _rows(self, output: Any) -> torch.Tensor:
         if type(self._asked).__name__ == "Llama4ForConditionalGeneration":  # the others project by themselves

@@ -61,7 +61,8 @@ class LoadedImages:
     """What a model sees images by."""
 
     spec: VisionSpec
-    encoder: ImageEncoder
+    encoder: ImageEncoder | None
+    """None on pipeline stages after the first, which has it."""
     rotary: ImageRotary
     """Of a model without M-RoPE it has no tables."""
 
@@ -164,6 +165,7 @@ def load_model(
         path=path,
         config=config,
         rotary=image_rotary,
+        stage=stage,
         dtype=dtype,
         device=device,
         seed=seed if load_format == "dummy" else None,
@@ -255,18 +257,21 @@ def _with_images(
     path: Path,
     config: ModelConfig,
     rotary: ImageRotary | None,
+    stage: Stage,
     *,
     dtype: torch.dtype,
     device: torch.device,
     seed: int | None,
 ) -> LoadedModel:
-    """Return a model with its encoder of images, if it has one.
+    """Return a model with its encoder of images, if it has one and this is the first stage.
 
     Args:
         seed: of random weights; None: the checkpoint's.
     """
     if config.vision is None or rotary is None:
         return loaded
+    if not stage.is_first:
+        return replace(loaded, images=LoadedImages(config.vision, None, rotary))
     from argosy_engine.models.image_encoder import load_image_encoder
 
     encoder = load_image_encoder(

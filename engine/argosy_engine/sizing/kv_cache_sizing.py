@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ from argosy_engine.attention.kv_cache_spec import (
     state_bytes,
 )
 from argosy_engine.attention.params import WORKSPACE_BYTES, DeltaNetParams, MambaParams
+from argosy_engine.checkpoint.fingerprint import OF_IMAGES
 from argosy_engine.checkpoint.model_folder import resolve_model
 from argosy_engine.checkpoint.stored_tensors import EMBEDDINGS, HEAD
 from argosy_engine.config import EngineArgs, memory_utilization
@@ -32,6 +34,7 @@ from argosy_engine.model_configs.model_config import (
     ModelConfig,
     check_pipeline_parallel,
     check_tensor_parallel,
+    read_json,
 )
 from argosy_engine.model_configs.quantization_config import (
     HEAD_BITS,
@@ -40,6 +43,8 @@ from argosy_engine.model_configs.quantization_config import (
     group_size,
 )
 from argosy_engine.model_configs.sharding import WHOLE_MODEL, Stage
+from argosy_engine.model_configs.transformers_config import read_hf_config
+from argosy_engine.model_configs.vision_config import LargestImage, largest_image
 from argosy_engine.models.config_file import load_model_config
 from argosy_engine.resolved_config import MemoryBudget
 from argosy_engine.sizing.resources import DeviceMemory, worker_memory
@@ -83,14 +88,48 @@ def planned_groups(
     return groups_of_layers(groups, [index for index, layer in enumerate(kept) if layer in own])
 
 
-def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, attention_backend: str) -> int:
+def find_largest_image(args: EngineArgs, config: ModelConfig, path: Path) -> LargestImage | None:
+    """Return the largest image that the processor of a model in a folder makes; None: only texts are served.
+
+    Raises:
+        ConfigError: its file is malformed.
+    """
+    if config.vision is None:
+        return None
+    media = args.media_config(config.vision)
+    file = next((file for name in OF_IMAGES if (file := path / name).is_file()), None)
+    processor = {} if file is None else read_json(file)
+    try:
+        return largest_image(
+            read_hf_config(msgspec.json.decode(config.vision.fields)),
+            processor.get("image_processor", processor),
+            media.processor_kwargs,
+            wanted_model_len(args, config),
+            trusts_request_kwargs=media.trusts_request_kwargs,
+        )
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise ConfigError(
+            f"{file or 'config.json'} does not say how large images become: {type(error).__name__}: {error}; correct "
+            "it and --mm-processor-kwargs, or serve texts alone with --language-model-only"
+        ) from None
+
+
+def estimate_activations(
+    config: ModelConfig,
+    args: EngineArgs,
+    itemsize: int,
+    attention_backend: str,
+    image: LargestImage | None = None,
+) -> int:
     """Estimate the peak activation bytes of a worker's largest step.
 
-    The peak is in the widest layer over all tokens, or in sampling with log probabilities for all requests.
+    The peak is in the widest layer over all tokens, in sampling with log probabilities for all requests, or in the
+    encoder of images.
 
     Args:
         itemsize: bytes per element of the model's dtype.
         attention_backend: `torch` gathers keys and values, and samples with more arrays over the vocabulary.
+        image: the largest, if images are served.
     """
     ranks = args.tensor_parallel_size
     q = config.num_attention_heads * config.head_dim // ranks
@@ -131,25 +170,27 @@ def estimate_activations(config: ModelConfig, args: EngineArgs, itemsize: int, a
         layer += 2 * max(min(rows * context, WORKSPACE_BYTES), context)
         layer += min(longest * config.expanded_values(ranks), WORKSPACE_BYTES)
         sampling += 4 + 8  # probabilities, and their sums in float64
-    return max(layer, rows * config.vocab_size * sampling)
+    encoder = 0 if image is None else image.activation_bytes(itemsize)
+    return max(layer, rows * config.vocab_size * sampling, encoder)
 
 
 def as_served(args: EngineArgs, config: ModelConfig) -> ModelConfig:
-    """Return the config without its encoder of images if flags turn images off, or the engine cannot serve them: a
-    model that pools, and one in pipeline stages, of which only the first would embed them."""
-    is_blind = config.pooling is not None or args.pipeline_parallel_size > 1
-    vision = None if is_blind else args.media_config(config.vision).vision
+    """Return the config without its encoder of images if flags turn images off, or the model pools."""
+    vision = None if config.pooling is not None else args.media_config(config.vision).vision
     return config if vision == config.vision else msgspec.structs.replace(config, vision=vision)
 
 
-def encoder_cache_bytes(args: EngineArgs, config: ModelConfig, itemsize: int) -> int:
+def encoder_cache_bytes(
+    args: EngineArgs, config: ModelConfig, itemsize: int, stage: Stage = WHOLE_MODEL
+) -> int:
     """Return the bytes of the outputs of the encoder of images that a worker keeps (`EncoderCacheManager`); 0 without
     one.
 
     Args:
         itemsize: bytes per element.
+        stage: the worker's. The first has the encoder.
     """
-    if config.vision is None:
+    if config.vision is None or not stage.is_first:
         return 0
     kept = max(args.max_num_batched_tokens, wanted_model_len(args, config))
     return kept * (1 + config.vision.num_deepstack) * config.hidden_size * itemsize

@@ -12,17 +12,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 
 from argosy_engine.attention.backend import DeepstackFeatures, ModelInputs
 from argosy_engine.distributed.parallel_state import Communicator, first_failures
-from argosy_engine.messages import EncoderInput, MediaTensor, NewRequest, SchedulerOutput
+from argosy_engine.messages import (
+    EncoderInput,
+    MediaTensor,
+    MultimodalFeature,
+    NewRequest,
+    SchedulerOutput,
+)
+from argosy_engine.model_configs.vision_config import LargestImage
 from argosy_engine.models.loader import LoadedImages
 from argosy_engine.worker.input_batch import Ints, StepArrays
+
+if TYPE_CHECKING:
+    from argosy_engine.models.image_encoder import ImageEncoder
 
 logger = logging.getLogger("argosy.worker")
 
@@ -64,11 +75,16 @@ class ImageInputs:
     """
     Args:
         num_slots: of the input batch.
-        ranks: those that encode the same items. What one of them cannot encode, fails on all.
+        ranks: those that need the same outputs. What one of them cannot encode, fails on all.
+        shares_items: whether each of them encodes some of a step's items and sends the outputs to the others, instead
+            of encoding all.
     """
 
-    def __init__(self, loaded: LoadedImages, num_slots: int, ranks: Communicator) -> None:
+    def __init__(
+        self, loaded: LoadedImages, num_slots: int, ranks: Communicator, *, shares_items: bool = False
+    ) -> None:
         self._ranks = ranks
+        self._shares_items = shares_items and ranks.size > 1
         self._spec, self._encoder, self._rotary = loaded.spec, loaded.encoder, loaded.rotary
         self._outputs: dict[str, torch.Tensor] = {}
         self._images: dict[int, Sequence[_Image]] = {}
@@ -80,25 +96,40 @@ class ImageInputs:
 
     def encode(self, step: SchedulerOutput) -> dict[str, str]:
         """Drop and make encoder outputs as a step says. Return, by identifier, why items could not be encoded, on this
-        rank or another."""
+        rank or another. On a pipeline stage without the encoder it does nothing."""
+        encoder = self._encoder
+        if encoder is None:
+            return {}
         for identifier in step.freed_encoder_outputs:
             self._outputs.pop(identifier, None)
         if not step.encoder_inputs:
             return {}
-        reasons = [self._encode(item) for item in step.encoder_inputs]
-        agreed = first_failures(reasons, self._ranks, self._encoder.device)
+        items = step.encoder_inputs
+        owners = divided(_costs(items), self._ranks.size) if self._shares_items else None
+        reasons = [
+            self._encode(encoder, item, is_own=owners is None or owners[index] == self._ranks.rank)
+            for index, item in enumerate(items)
+        ]
+        agreed = first_failures(reasons, self._ranks, encoder.device)
         failed: dict[str, str] = {}
-        for item, reason in zip(step.encoder_inputs, agreed, strict=True):
+        for index, (item, reason) in enumerate(zip(items, agreed, strict=True)):
             if reason is not None:
                 failed[item.identifier] = reason
-                self._outputs[item.identifier] = self._nothing(item)
+                self._outputs[item.identifier] = self._nothing(encoder, item)
+            elif owners is not None:
+                self._ranks.broadcast(self._outputs[item.identifier], owners[index])
         return failed
 
-    def _encode(self, item: EncoderInput) -> str | None:
-        """Encode an item, and return why it cannot be."""
+    def _encode(self, encoder: ImageEncoder, item: EncoderInput, *, is_own: bool) -> str | None:
+        """Encode an item, or make room for what another rank encodes. Return why it cannot be."""
         try:
+            if not is_own:
+                self._outputs[item.identifier] = torch.empty(
+                    item.num_embeds, self._width(encoder), dtype=encoder.dtype, device=encoder.device
+                )
+                return None
             inputs = {name: _tensor(each) for name, each in item.inputs.items()}
-            self._outputs[item.identifier] = self._encoder.encode(inputs, item.num_embeds)
+            self._outputs[item.identifier] = encoder.encode(inputs, item.num_embeds)
         except torch.OutOfMemoryError as error:
             logger.error("there is no memory to encode an %s: %s", item.modality, str(error)[:200])
             return "there is not enough memory on the device; send a smaller one"
@@ -107,11 +138,37 @@ class ImageInputs:
             return f"{type(error).__name__}: {str(error)[:200]}"
         return None
 
-    def _nothing(self, item: EncoderInput) -> torch.Tensor:
+    def encode_largest(self, image: LargestImage) -> None:
+        """Encode an image of one colour, of which nothing is kept.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
+        assert self._encoder is not None
+        self._encoder.encode_largest(image)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens of an image attend to all of it."""
+        return self._spec.is_bidirectional
+
+    def with_dummy(self, request: NewRequest) -> NewRequest:
+        """Return a dummy request whose tokens are all those of an image, whose output is zeros."""
+        count = len(request.token_ids)
+        item = EncoderInput(f"dummy of {count}", "image", count, {})
+        if self._encoder is not None:
+            self._outputs[item.identifier] = self._nothing(self._encoder, item)
+        feature = MultimodalFeature("image", item.identifier, 0, count, count)
+        return structs.replace(request, token_ids=[self._spec.image_token_id] * count, mm_features=[feature])
+
+    def _nothing(self, encoder: ImageEncoder, item: EncoderInput) -> torch.Tensor:
         """Return embeddings for steps whose results are thrown away, which take no memory."""
-        width = (1 + self._spec.num_deepstack) * self._encoder.hidden_size
-        zeros = torch.zeros(1, width, dtype=self._encoder.dtype, device=self._encoder.device)
-        return zeros.expand(item.num_embeds, width)
+        zeros = torch.zeros(1, self._width(encoder), dtype=encoder.dtype, device=encoder.device)
+        return zeros.expand(item.num_embeds, self._width(encoder))
+
+    def _width(self, encoder: ImageEncoder) -> int:
+        """Return that of an output's rows: embeddings, and features for the first layers."""
+        return (1 + self._spec.num_deepstack) * encoder.hidden_size
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Add a request, with or without images."""
@@ -189,7 +246,7 @@ class ImageInputs:
             parts: of the step, at least one.
         """
         hidden = model.embed(inputs)
-        rows = torch.from_numpy(np.concatenate([part.rows for part in parts])).to(hidden.device)
+        rows = rows_of(parts, hidden.device)
         outputs = [self._outputs[part.image.identifier][part.places] for part in parts]
         features = torch.cat(outputs).to(hidden.dtype)
         width = hidden.shape[-1]
@@ -199,6 +256,25 @@ class ImageInputs:
             layers = features[:, width:].unflatten(-1, (-1, width)).transpose(0, 1).contiguous()
             deepstack = DeepstackFeatures(rows, layers)
         return replace(inputs, hidden=hidden, deepstack=deepstack)
+
+
+def rows_of(parts: Sequence[ImagePart], device: torch.device) -> torch.Tensor:
+    """Return the indices of all tokens of images in the batch, int64 [I]."""
+    return torch.from_numpy(np.concatenate([part.rows for part in parts])).to(device)
+
+
+def divided(costs: Sequence[int], size: int) -> list[int]:
+    """Return for each of several items the one of `size` ranks that computes it, such that the costs of all ranks are
+    about alike: the dearest first, each to the rank with the least so far."""
+    sums, owners = [0] * size, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = sums.index(min(sums))
+        sums[owners[index]] += costs[index]
+    return owners
+
+
+def _costs(items: Sequence[EncoderInput]) -> list[int]:
+    return [sum(len(each.data) for each in item.inputs.values()) for item in items]
 
 
 def _tensor(stored: MediaTensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from argosy_engine.attention.backend import Attention, ModelInputs, StateLayer
+from argosy_engine.attention.backend import Attention, DeepstackFeatures, ModelInputs, StateLayer
 from argosy_engine.attention.kv_cache_spec import (
     KVCacheGroup,
     attention_groups,
@@ -23,11 +23,17 @@ from argosy_engine.attention.kv_cache_spec import (
     group_layers,
 )
 from argosy_engine.distributed.lockstep import Round
-from argosy_engine.distributed.parallel_state import Communicator, LocalCommunicator
+from argosy_engine.distributed.parallel_state import (
+    Communicator,
+    LocalCommunicator,
+    packed_reasons,
+    unpacked_reasons,
+)
 from argosy_engine.layers.experts import TokenExchange
-from argosy_engine.messages import ModelRunnerOutput, SchedulerOutput
+from argosy_engine.messages import EncoderInput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from argosy_engine.model_configs.model_config import ModelConfig
 from argosy_engine.model_configs.model_use import PoolingSpec
+from argosy_engine.model_configs.vision_config import LargestImage
 from argosy_engine.models.decoder import ScoringModel
 from argosy_engine.models.loader import LoadedImages
 from argosy_engine.models.registry import CausalLM
@@ -37,7 +43,7 @@ from argosy_engine.sample.sampler import SamplerOptions, score_prompt
 from argosy_engine.worker.cuda_graphs import GraphApi, StepGraphs, TorchGraphs
 from argosy_engine.worker.device_inputs import DeviceInputs
 from argosy_engine.worker.device_runtime import CudaRuntime, DeviceRuntime, HostCopies
-from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs, ImagePart
+from argosy_engine.worker.image_inputs import EmbeddingModel, ImageInputs, ImagePart, rows_of
 from argosy_engine.worker.input_batch import (
     HostInputs,
     InputBatch,
@@ -61,6 +67,7 @@ class Pipeline:
         communicator: of the ranks that hold the stages, in their order.
         hidden_size: width of the states that stages exchange, in the model's dtype.
         max_num_tokens: most tokens of a step.
+        num_deepstack: layers from this stage's first on that add features of images (`DeepstackFeatures`).
     """
 
     def __init__(
@@ -72,11 +79,16 @@ class Pipeline:
         device: torch.device,
         *,
         max_num_tokens: int,
+        num_deepstack: int = 0,
     ) -> None:
         self._model = model
+        self._num_deepstack = num_deepstack
         self._communicator = communicator
+        self._device = device
         self.is_last = communicator.rank == communicator.size - 1
         """Whether this stage samples."""
+        self.is_first = communicator.rank == 0
+        """Whether this stage embeds tokens and images."""
         self._received: torch.Tensor | None = None
         """[max_num_tokens, hidden_size], changed by the layers. Rows of padding keep what was there, from zeros on."""
         if communicator.rank:
@@ -87,6 +99,29 @@ class Pipeline:
         if self._received is not None:
             self._communicator.receive(self._received[:num_tokens], self._communicator.rank - 1)
 
+    def receive_deepstack(self, parts: Sequence[ImagePart]) -> DeepstackFeatures | None:
+        """Receive, after `receive`, what this stage and those after it add to a step's tokens of images; None: nothing,
+        or this is the first stage."""
+        if self._received is None or not self._num_deepstack:
+            return None
+        rows = rows_of(parts, self._received.device)
+        features = self._received.new_empty(self._num_deepstack, len(rows), self._received.shape[-1])
+        return DeepstackFeatures(rows, self._communicator.receive(features, self._communicator.rank - 1))
+
+    def share_failures(self, items: Sequence[EncoderInput], failed: dict[str, str]) -> dict[str, str]:
+        """Tell all stages which items of a step the first one could not encode; return them.
+
+        Args:
+            failed: why, by identifier; matters on the first stage.
+        """
+        reasons = packed_reasons([failed.get(item.identifier) for item in items]).to(self._device)
+        if self._communicator.rank:
+            self._communicator.receive(reasons, self._communicator.rank - 1)
+        if not self.is_last:
+            self._communicator.send(reasons, self._communicator.rank + 1)
+        named = zip(items, unpacked_reasons(reasons.cpu()), strict=True)
+        return {item.identifier: reason for item, reason in named if reason is not None}
+
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Compute the stage's hidden states [T, hidden_size] from what it has received, valid until the next `receive`.
 
@@ -96,10 +131,14 @@ class Pipeline:
             inputs = replace(inputs, hidden=self._received[: len(inputs.token_ids)])
         return self._model.forward(inputs)
 
-    def send(self, hidden: torch.Tensor) -> None:
-        """Send hidden states [T, hidden_size] to the stage after, if there is one."""
-        if not self.is_last:
-            self._communicator.send(hidden, self._communicator.rank + 1)
+    def send(self, hidden: torch.Tensor, deepstack: DeepstackFeatures | None = None) -> None:
+        """Send hidden states [T, hidden_size] to the stage after, if there is one, and what its layers add."""
+        if self.is_last:
+            return
+        self._communicator.send(hidden, self._communicator.rank + 1)
+        num_own = len(self._model.layers)
+        if deepstack is not None and num_own < len(deepstack.features):
+            self._communicator.send(deepstack.features[num_own:], self._communicator.rank + 1)
 
 
 def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
@@ -305,6 +344,7 @@ class ModelRunner:
         requires_graphs: whether CUDA graphs that cannot be captured are an error; see `StepGraphs`.
         images: what the model sees images by; None: only texts are served.
         ranks: those that share the model's layers; None: this one has them alone.
+        shares_images: whether each of them encodes some images of a step, instead of all.
     """
 
     def __init__(
@@ -328,11 +368,13 @@ class ModelRunner:
         num_states: int = 0,
         images: LoadedImages | None = None,
         ranks: Communicator | None = None,
+        shares_images: bool = False,
     ) -> None:
         self.model = model
-        self._images = (
-            None if images is None else ImageInputs(images, max_num_seqs, ranks or LocalCommunicator())
-        )
+        ranks = ranks or LocalCommunicator()
+        self._images = None
+        if images is not None:
+            self._images = ImageInputs(images, max_num_seqs, ranks, shares_items=shares_images)
         self._requires_graphs = requires_graphs
         self._pipeline = pipeline
         self._exchange = exchange
@@ -390,6 +432,8 @@ class ModelRunner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
         failed = {} if self._images is None else self._images.encode(step)
+        if self._pipeline is not None and step.encoder_inputs:
+            failed = self._pipeline.share_failures(step.encoder_inputs, failed)
         arrays = flatten_step(self.batch, step, self._pending_steps.slots())
         image_parts: Sequence[ImagePart] = ()
         if self._images is not None:
@@ -418,6 +462,21 @@ class ModelRunner:
         if not step.awaits_grammar:
             pending.sample(step.grammar)
         return pending
+
+    @torch.inference_mode()
+    def encode_largest(self, image: LargestImage) -> None:
+        """Encode an image of one colour, of which nothing is kept."""
+        if self._images is not None:
+            self._images.encode_largest(image)
+
+    @property
+    def has_key_ends(self) -> bool:
+        """Whether tokens of an image attend to all of it."""
+        return self._images is not None and self._images.is_bidirectional
+
+    def with_dummy_image(self, request: NewRequest) -> NewRequest:
+        """Return a dummy request whose tokens are all those of an image, if images are served."""
+        return request if self._images is None else self._images.with_dummy(request)
 
     @torch.inference_mode()
     def lend_experts(self, step: Round) -> None:
@@ -473,15 +532,19 @@ class ModelRunner:
             computed = self._graphs.run(arrays, step, allows_mixed=not self.pooler.has_requests)
         if computed is None:
             tensors = self._inputs.tensors(arrays)
-            if self._images is not None and image_parts:
-                embedded = self._images.embedded(
-                    cast(EmbeddingModel, self.model), tensors.inputs, image_parts
-                )
-                tensors = tensors._replace(inputs=embedded)
+            if image_parts:
+                tensors = tensors._replace(inputs=self._with_images(tensors.inputs, image_parts))
             computed = self._forward(tensors, None if step is None else step.num_rows), tensors
         if self._pipeline is not None:
-            self._pipeline.send(computed[0])
+            self._pipeline.send(computed[0], computed[1].inputs.deepstack)
         return computed
+
+    def _with_images(self, inputs: ModelInputs, parts: Sequence[ImagePart]) -> ModelInputs:
+        """Return the inputs with what the step computes of images: on the first stage in place of embeddings."""
+        assert self._images is not None
+        if self._pipeline is None or self._pipeline.is_first:
+            return self._images.embedded(cast(EmbeddingModel, self.model), inputs, parts)
+        return replace(inputs, deepstack=self._pipeline.receive_deepstack(parts))
 
     def _forward(self, tensors: StepTensors, num_rows: int | None = None) -> torch.Tensor:
         """Run the forward pass. For num_rows see `TokenExchange.begin`."""

@@ -26,6 +26,7 @@ import torch
 from argosy_engine.config import EngineArgs
 from argosy_engine.errors import ConfigError
 from argosy_engine.messages import GrammarBitmask, NewRequest, SchedulerOutput
+from argosy_engine.model_configs.vision_config import LargestImage
 from argosy_engine.params import SamplingParams
 from argosy_engine.sizing.resources import DeviceMemory
 from argosy_engine.triton_kernels.launch import Variant, launched_variants
@@ -42,19 +43,21 @@ def measure_activations(
     memory: DeviceMemory,
     graph_sizes: Sequence[int] = (),
     mixed_sizes: Sequence[int] = (),
+    image: LargestImage | None = None,
 ) -> int:
     """Measure the bytes needed on a CUDA device besides weights and KV cache.
 
-    These are the largest steps' peak, CUDA graphs, and libraries.
+    These are the peak of the largest steps and of encoding the largest image, CUDA graphs, and libraries.
 
     Args:
         runner: makes a ModelRunner from (num_blocks, max_model_len).
         graph_sizes: decode steps that will be captured; ascending.
         mixed_sizes: mixed steps that will be captured, by their tokens; ascending.
         memory: the device's memory before anything was loaded.
+        image: the largest, if images are served.
 
     Raises:
-        ConfigError: a step does not fit.
+        ConfigError: a step or the image does not fit.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -68,6 +71,15 @@ def measure_activations(
             f"a step of --max-num-batched-tokens {args.max_num_batched_tokens} tokens for --max-num-seqs "
             f"{args.max_num_seqs} requests does not fit beside the weights; lower one of them"
         ) from None
+    if image is not None:
+        try:
+            profiled.encode_largest(image)
+            torch.cuda.synchronize(device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"the largest image, of {image.num_patches} patches, cannot be encoded beside the weights; make images "
+                "smaller (--mm-processor-kwargs), or serve texts alone (--language-model-only)"
+            ) from None
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     peak += _measure_graphs(profiled, mixed_sizes, device, is_mixed=True)
@@ -193,6 +205,8 @@ class _Step(NamedTuple):
     shapes: list[tuple[int, int]]
     sampling: SamplingParams
     has_grammar: bool = False
+    has_image: bool = False
+    """Whether the tokens of the last one are those of an image."""
 
 
 def warm_up(
@@ -213,6 +227,12 @@ def warm_up(
             weights do.
     """
     steps = [*_steps(args, max_model_len)]
+    if runner.has_key_ends:
+        steps += [
+            step._replace(has_image=True)
+            for step in steps
+            if step.sampling is _GREEDY and step.shapes[-1][0] - step.shapes[-1][1] > 1
+        ]
     if has_tiles:
         steps += _tile_steps(args, max_model_len)
     started = time.perf_counter()
@@ -222,6 +242,8 @@ def warm_up(
                 dummy_request(runner, args, row, *shape, step.sampling)
                 for row, shape in enumerate(step.shapes)
             ]
+            if step.has_image:
+                requests[-1] = runner.with_dummy_image(requests[-1])
             grammar = allow_all(runner, requests) if step.has_grammar else None
             runner.execute(dummy_step(requests, grammar)).get()
             runner.execute(dummy_step([], None, [request.request_id for request in requests]))

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -58,6 +59,7 @@ from argosy_engine.sizing.kv_cache_sizing import (
     encoder_cache_bytes,
     estimate_activations,
     estimate_weights,
+    find_largest_image,
     plan_memory,
     planned_groups,
     request_blocks,
@@ -223,7 +225,7 @@ class Worker:
             if is_bidirectional and self._backend.name not in BIDIRECTIONAL_BACKENDS:
                 logger.warning(
                     "texts alone are served: tokens of an image attend to all of it in %s, which the attention backend "
-                    "%s does not compute; --attention-backend torch does",
+                    "%s does not compute; --attention-backend triton does",
                     config.wrapper,
                     self._backend.name,
                 )
@@ -240,9 +242,13 @@ class Worker:
         with self._phase("weights"):
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             loaded = self._load()
-            if loaded.images is None and config.vision is not None:
+            has_images = config.vision is not None and self._parallel.least(
+                int(loaded.images is not None)
+            ) == [1]
+            if config.vision is not None and not has_images:  # which the first stage has found out
                 logger.warning("the checkpoint has no encoder of images: texts alone are served")
                 self._config = config = msgspec.structs.replace(config, vision=None)
+                loaded = replace(loaded, images=None)
             if device.type == "cuda":
                 # An estimate would not know what was quantised.
                 weights_bytes = torch.cuda.memory_allocated(device) - before
@@ -257,7 +263,7 @@ class Worker:
                     args.quantization,
                     keeps_integers=args.load_format != "dummy" and self._keeps_integers(),
                 )
-                if loaded.images is not None:
+                if loaded.images is not None and loaded.images.encoder is not None:
                     weights_bytes += loaded.images.encoder.num_bytes
         if self._compilation is not None:
             with self._phase("compile"):
@@ -267,8 +273,9 @@ class Worker:
                         loaded = self._load()
         with self._phase("fingerprint"):
             self._fingerprint = self._current_fingerprint()
+        image = find_largest_image(args, config, self._path) if self._stage.is_first else None
         if device.type == "cpu":
-            activation_bytes = estimate_activations(config, args, dtype.itemsize, self._backend.name)
+            activation_bytes = estimate_activations(config, args, dtype.itemsize, self._backend.name, image)
         else:
             with self._phase("profile"):
                 activation_bytes = measure_activations(
@@ -279,8 +286,9 @@ class Worker:
                     memory,
                     self._graph_sizes(),
                     self._mixed_graph_sizes(),
+                    image,
                 )
-        activation_bytes += encoder_cache_bytes(args, config, dtype.itemsize)
+        activation_bytes += encoder_cache_bytes(args, config, dtype.itemsize, self._stage)
         with self._phase("kv cache"):
             groups = self._groups()
             budget = plan_memory(
@@ -515,6 +523,7 @@ class Worker:
         group = self._parallel.pipeline
         pipeline = None
         if group.size > 1:
+            vision, own = self._config.vision, self._stage.layers(self._config.num_hidden_layers)
             pipeline = Pipeline(
                 loaded.model,
                 group,
@@ -522,6 +531,7 @@ class Worker:
                 self._dtype,
                 self._device,
                 max_num_tokens=max(self.args.max_num_batched_tokens, self.args.max_num_seqs),
+                num_deepstack=0 if vision is None else max(vision.num_deepstack - own.start, 0),
             )
         return ModelRunner(
             loaded.model,
@@ -542,6 +552,7 @@ class Worker:
             requires_graphs=max(self._parallel.tensor.size, self._parallel.data.size) > 1,
             images=loaded.images,
             ranks=self._parallel.tensor,
+            shares_images=self.args.mm_encoder_tp_mode == "data",
         )
 
     def _counted(self, phase: str) -> Callable[[], None]:

@@ -39,6 +39,7 @@ from argosy_engine.checkpoint.fingerprint import OF_IMAGES
 from argosy_engine.core.proc.media_channel import write_file
 from argosy_engine.errors import installation
 from argosy_engine.messages import MediaTensor
+from argosy_engine.model_configs.vision_config import MAX_RESULT_BYTES
 from argosy_engine.osproc import (
     fork_for_jobs,
     limit_memory,
@@ -61,8 +62,6 @@ MAX_ASPECT: Final = 200
 MAX_MEMORY_BYTES: Final = 2 << 30
 """Memory of one job, beyond what the process has at its start: an image of `MAX_PIXELS`, four copies of it while it is
 turned, filled and resized, and what is made of it."""
-MAX_RESULT_BYTES: Final = 256 << 20
-"""Tensors of one image. Those of 16,000 tokens of Qwen2.5-VL have 300 MB, of Qwen3-VL 400 MB."""
 NICENESS: Final = 5
 """Below the API process, whose event loop must not wait for images."""
 _TEXT_INPUTS: Final = frozenset(
