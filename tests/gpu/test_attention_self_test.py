@@ -45,6 +45,18 @@ def test_a_backend_that_forgets_sinks_or_position_biases_is_found(field, option,
     assert "is wrong by" in attention_self_test("triton", needs("float32", layer), torch.float32, CPU)
 
 
+def test_a_backend_that_forgets_where_keys_end_is_found(monkeypatch):
+    of_images = needs("float32", LOCAL)._replace(has_key_ends=True)
+    assert attention_self_test("triton", of_images, torch.float32, CPU) is None
+    original = triton_attn.paged_attention
+
+    def without(*args, **options):
+        return original(*args, **{**options, "key_ends": None})
+
+    monkeypatch.setattr(triton_attn, "paged_attention", without)
+    assert "is wrong by" in attention_self_test("triton", of_images, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_our_kernels_pass_with_an_fp8_kv_cache(dtype):
     fp8 = needs(dtype)._replace(has_fp8_kv_cache=True)

@@ -81,6 +81,18 @@ def test_random_batches_have_the_attention_of_the_reference(batch, num_segments)
     check(batch, num_segments=num_segments)
 
 
+@pytest.mark.parametrize("span", [(0, 70), (20, 70), (85, 90), (64, 128)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 17}, {"dtype": torch.float32}], ids=str)
+def test_tokens_of_an_image_attend_to_all_of_it(span, options):
+    """In several tiles of queries, in a few queries that are left of it, and beside decodes."""
+    prompts = PagedBatch([(1, 150), (150, 150), (70, 140)], span=span, num_heads=2, num_kv_heads=1, **options)
+    assert (prompts.options["key_ends"] == span[1]).sum() > 4
+    check(prompts)
+    few = PagedBatch([(5, 90), (1, 1), (9, 128)], span=(86, 90), num_heads=2, num_kv_heads=1, **options)
+    check(few)
+    check(few, num_segments=3)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 16, 50, 70, 1000])
 def test_chunks(chunk_size):
     check(PagedBatch(MIXED, chunk_size=chunk_size, num_heads=2, num_kv_heads=1))

@@ -33,6 +33,8 @@ class PagedBatch:
     logit_softcap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
+    span: tuple[int, int] | None = None
+    """Position of the first token of an image, and after the last one, which attend to all of it."""
     q: torch.Tensor = field(init=False)
     kv_cache: torch.Tensor = field(init=False)
     expected: torch.Tensor = field(init=False)
@@ -60,6 +62,7 @@ class PagedBatch:
         is_scaled = kv_dtype != self.dtype
         k_scale, v_scale = (0.5, 3.0) if is_scaled else (1.0, 1.0)
         scale = self.head_dim**-0.5
+        key_ends = torch.zeros(num_tokens, dtype=torch.int32)
         for row, (new, total) in enumerate(self.requests):
             first = 0
             if self.sliding_window is not None:
@@ -76,6 +79,11 @@ class PagedBatch:
                 self.kv_cache[0, block, position % self.block_size] = keys[position]
                 self.kv_cache[1, block, position % self.block_size] = values[position]
             end = starts[row] + new
+            ends = torch.arange(total - new, total) + 1
+            if self.span is not None:
+                assert new == 0 or self.span[1] <= total or self.span[0] >= total
+                ends = torch.where((ends > self.span[0]) & (ends <= self.span[1]), self.span[1], ends)
+            key_ends[starts[row] : end] = ends
             self.expected[starts[row] : end] = attention_reference(
                 self.q[starts[row] : end].float(),
                 keys.float() * k_scale,
@@ -86,6 +94,7 @@ class PagedBatch:
                 logit_softcap=self.logit_softcap,
                 sinks=None if sinks is None else sinks.float(),
                 alibi_slopes=slopes,
+                key_ends=ends,
             )
         self.options = {
             "query_start_loc": torch.tensor(starts, dtype=torch.int32),
@@ -100,6 +109,7 @@ class PagedBatch:
             "alibi_slopes": slopes,
             "k_scale": torch.tensor([k_scale]) if is_scaled else None,
             "v_scale": torch.tensor([v_scale]) if is_scaled else None,
+            "key_ends": None if self.span is None else key_ends,
         }
 
     def output(self) -> torch.Tensor:
@@ -118,11 +128,12 @@ def attention_reference(
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of the last tokens' queries.
+    """Compute attention of the last tokens' queries, causal unless `key_ends` says otherwise.
 
     q is float32 [new, num_heads, head_dim], keys and values float32 [tokens, num_kv_heads, head_dim]; the result has
-    q's shape.
+    q's shape. `key_ends` [new] is the position after the last key of each query.
     """
     groups = q.shape[1] // keys.shape[1]
     keys, values = (side.repeat_interleave(groups, dim=1) for side in (keys, values))
@@ -133,7 +144,7 @@ def attention_reference(
     key = torch.arange(len(keys))
     if alibi_slopes is not None:
         scores = scores + alibi_slopes[:, None, None] * (key - position)
-    is_hidden = key > position
+    is_hidden = key > position if key_ends is None else key >= key_ends.unsqueeze(1)
     if sliding_window is not None:
         is_hidden |= key <= position - sliding_window
     if chunk_size is not None:

@@ -58,7 +58,7 @@ class AttentionMetadata:
     """`seq_lens` on the host; on a CPU the same memory."""
     key_ends: torch.Tensor | None = None
     """int32 [T]: position after the last key that each token attends to, where tokens of an image attend to all of it;
-    None: all attend to themselves and those before. Only the backends `cpu` and `torch` honour it."""
+    None: all attend to themselves and those before. `selector.BIDIRECTIONAL_BACKENDS` honour it."""
     groups: tuple[AttentionMetadata, ...] = ()
     """Metadata of each KV cache group, if there are several. They differ only in slots and block tables. Empty
     otherwise."""

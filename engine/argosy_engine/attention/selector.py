@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-BIDIRECTIONAL_BACKENDS = ("cpu", "torch")
+BIDIRECTIONAL_BACKENDS = ("cpu", "triton", "torch")
 """Backends in which tokens may attend to later ones (`AttentionMetadata.key_ends`)."""
 
 _NO_LATENTS = "it computes no multi-head latent attention"
@@ -59,6 +59,8 @@ class AttentionNeeds(NamedTuple):
     block_size: int
     layers: Sequence[LayerParams]
     has_fp8_kv_cache: bool = False
+    has_key_ends: bool = False
+    """Whether tokens of an image attend to all of it, where a backend of `BIDIRECTIONAL_BACKENDS` is chosen."""
 
     @property
     def plain_layers(self) -> list[AttentionParams]:

@@ -74,6 +74,7 @@ class TritonAttention:
             "seq_lens": meta.seq_lens,
             "block_table": meta.block_table,
             "max_query_len": meta.max_query_len,
+            "key_ends": meta.key_ends,
             **self._options,
         }
         if weights.output_quantization is None:

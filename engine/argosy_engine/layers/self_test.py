@@ -37,7 +37,14 @@ from argosy_engine.attention.params import (
     ShortConvParams,
     StateParams,
 )
-from argosy_engine.attention.selector import AUTO, AttentionNeeds, BackendChoice, load_backend, select_backend
+from argosy_engine.attention.selector import (
+    AUTO,
+    BIDIRECTIONAL_BACKENDS,
+    AttentionNeeds,
+    BackendChoice,
+    load_backend,
+    select_backend,
+)
 from argosy_engine.attention.torch_attn import TorchBackend
 from argosy_engine.errors import ConfigError
 from argosy_engine.layers.delta_net import DeltaNetWeights, TorchDeltaNet, TritonDeltaNet
@@ -115,6 +122,8 @@ def attention_self_test(
         ConfigError: the backend has left the device unusable for this process.
     """
     has_fp8 = needs.has_fp8_kv_cache
+    if name not in BIDIRECTIONAL_BACKENDS:
+        needs = needs._replace(has_key_ends=False)
     for layer in _test_layers(needs, dtype, device):
         for variant in layer.variants:
             try:
@@ -234,9 +243,16 @@ class _HeadsLayer(_TestLayer):
     """Attention to keys and values of heads."""
 
     def __init__(
-        self, params: AttentionParams, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        params: AttentionParams,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_key_ends: bool = False,
     ) -> None:
         super().__init__(block_size, dtype, device)
+        self._has_key_ends = has_key_ends
         window = params.sliding_window and min(params.sliding_window, _MAX_WINDOW)
         self._params = replace(params, sliding_window=window)
         self.label = f"{params.num_heads} heads of {params.head_dim}, {params.num_kv_heads} KV heads"
@@ -263,10 +279,16 @@ class _HeadsLayer(_TestLayer):
             weights = weights._replace(k_scale=k_scale, v_scale=v_scale)
         attention = Attention(self._params, backend, weights)
         self._bind_stale(attention)
-        return [
+        outputs = [
             attention(qkv[: _num_tokens(step)].to(dtype, copy=True), self._metadata(step))
             for qkv, step in zip(self._qkv, variant.steps, strict=False)
         ]
+        if self._has_key_ends and variant.steps is _STEPS:
+            for qkv, step in zip(self._qkv, _STEPS[:2], strict=False):  # which have prompts
+                meta = self._metadata(step)
+                meta.key_ends = meta.seq_lens.repeat_interleave(meta.query_start_loc.diff())
+                outputs.append(attention(qkv[: _num_tokens(step)].to(dtype, copy=True), meta))
+        return outputs
 
 
 class _LatentLayer(_TestLayer):
@@ -307,7 +329,8 @@ class _LatentLayer(_TestLayer):
 def _test_layers(needs: AttentionNeeds, dtype: torch.dtype, device: torch.device) -> Iterator[_TestLayer]:
     """Yield each kind of the model's layers once."""
     for heads in dict.fromkeys(needs.plain_layers):
-        yield _HeadsLayer(heads, needs.block_size, dtype, device)
+        has_key_ends = needs.has_key_ends
+        yield _HeadsLayer(heads, needs.block_size, dtype, device, has_key_ends=has_key_ends)
     for latent in dict.fromkeys(needs.latent_layers):
         yield _LatentLayer(latent, needs.block_size, dtype, device)
 

@@ -129,6 +129,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    key_ends: torch.Tensor | None = None,
     num_segments: int | None = None,
     out: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
@@ -163,6 +164,9 @@ def paged_attention(
             2108.12409).
         k_scale: float32 [1], factor on the keys of an FP8 cache; None: 1.
         v_scale: float32 [1], factor on its values; None: 1.
+        key_ends: int32 [T], position after the last key that each token attends to, at most its request's `seq_lens`,
+            where tokens of an image attend to all of it (Gemma 3); None: the token's own is the last. Later keys are
+            within any window or chunk.
         num_segments: parts that a request's keys are split into, in [1, 32]; None: chosen by shapes.
         out: [T, num_heads, head_dim] of q's dtype with contiguous heads, or float8_e4m3fn; None: allocated.
         row_scales: float32 [T, 1], gets each token's scale if out is in FP8; see `paged_attention_fp8`.
@@ -222,6 +226,7 @@ def paged_attention(
         alibi_slopes_ptr=alibi_slopes,
         k_scale_ptr=k_scale,
         v_scale_ptr=v_scale,
+        key_ends_ptr=key_ends,
         scale=float(scale),
         logit_softcap=logit_softcap,
         sliding_window=sliding_window,
@@ -408,6 +413,7 @@ def paged_attention_kernel(
     alibi_slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    key_ends_ptr,
     scale,
     logit_softcap,
     sliding_window,
@@ -465,7 +471,11 @@ def paged_attention_kernel(
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
     position = context_len + query
 
+    last_key = position
     end = context_len + tl.minimum((query_tile + 1) * BLOCK_Q, query_len)
+    if key_ends_ptr is not None:
+        last_key = tl.load(key_ends_ptr + token, mask=is_row, other=0) - 1
+        end = tl.max(last_key, axis=0) + 1
     begin = 0
     if sliding_window is not None:
         begin = tl.maximum(context_len + query_tile * BLOCK_Q + 1 - sliding_window, 0)
@@ -509,6 +519,7 @@ def paged_attention_kernel(
             maximum,
             q,
             position,
+            last_key,
             k_ptr,
             v_ptr,
             table_ptr,
@@ -535,6 +546,7 @@ def paged_attention_kernel(
         maximum,
         q,
         position,
+        last_key,
         k_ptr,
         v_ptr,
         table_ptr,
@@ -587,6 +599,7 @@ def _attend(
     maximum,
     q,
     position,
+    last_key,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -609,7 +622,7 @@ def _attend(
 ):
     """Visit the key tiles from first_tile to last_tile; unless IS_MASKED, every row sees all of their keys.
 
-    Keys are read from position `begin` to `end` only.
+    Keys are read from position `begin` to `end` only. A row at `position` sees none after `last_key`.
     """
     dim = tl.arange(0, HEAD_DIM_PADDED)
     is_dim = dim < HEAD_DIM
@@ -640,7 +653,7 @@ def _attend(
         if slopes is not None:
             scores += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if IS_MASKED:
-            is_visible = key[None, :] <= position[:, None]
+            is_visible = key[None, :] <= last_key[:, None]
             if sliding_window is not None:
                 is_visible &= key[None, :] > position[:, None] - sliding_window
             if chunk_size is not None:

@@ -195,6 +195,7 @@ class Worker:
                 args.block_size,
                 [layer.of_rank(args.tensor_parallel_size) for layer in config.attention_layers],
                 args.has_fp8_kv_cache,
+                config.vision is not None and config.vision.is_bidirectional,
             )
             packed = packed_forms(config, args.quantization, dtype, device)
             is_fp8 = has_fp8_products(config, args.quantization, dtype, device)

@@ -40,6 +40,9 @@ def cases(traits: DeviceTraits) -> Iterator[Case]:
         yield _case(mode, head_dim=64, group_size=8, sliding_window=128, has_sinks=True)
         yield _case(mode, group_size=5, chunk_size=8192)
         yield _case(mode, group_size=1, has_alibi=True)
+    for window in (None, 1024):  # images of Gemma 3
+        yield _case("prefill", head_dim=256, group_size=2, sliding_window=window, has_key_ends=True)
+    yield _case("drafts", head_dim=256, group_size=2, has_key_ends=True)
     for mode in ("prefill", "split decode"):  # Gemma 4
         for dtype in (torch.bfloat16, torch.float16):
             yield _case(mode, head_dim=512, group_size=8, dtype=dtype)
@@ -83,6 +86,7 @@ def _case(
     block_size: int = 16,
     has_sinks: bool = False,
     has_alibi: bool = False,
+    has_key_ends: bool = False,
     out: str = "",
     is_sampled: bool = False,
     **options: Any,
@@ -92,6 +96,7 @@ def _case(
     label += "" if block_size == 16 else f", block_size {block_size}"
     label += "".join(f", {name} {value}" for name, value in options.items())
     label += (", sinks" if has_sinks else "") + (", ALiBi" if has_alibi else "")
+    label += ", key ends" if has_key_ends else ""
     label += f", result in {out}" if out else ""
 
     def call() -> object:
@@ -112,6 +117,7 @@ def _case(
             alibi_slopes=_empty(num_heads, dtype=torch.float32) if has_alibi else None,
             k_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
             v_scale=_empty(1, dtype=torch.float32) if kv_dtype else None,
+            key_ends=_empty(num_requests * max_query_len, dtype=torch.int32) if has_key_ends else None,
             **options,
         )
 
