@@ -187,6 +187,11 @@ def test_targets_that_are_missed_are_named() -> None:
     bad = replace(good, p99_s=0.2, edit_p99_s=0.2, defects=1, memory_mib=256.0, writes_at_rest=1)
     assert len(bad.missed()) == 5
     assert len(bad.missed(judges_p99=False)) == 3
+    assert len(replace(bad, request_s=0.019).missed()) == 5
+    slow = replace(bad, request_s=0.02)
+    assert len(slow.missed()) == 4, "reconciles waited for the API server; edits are judged all the same"
+    assert "not judged" in slow.table()
+    assert "not judged" not in bad.table()
     large = replace(good, services=1000, p99_s=0.4, edit_p99_s=0.4, memory_mib=500.0)
     assert large.missed() == [], "a larger fleet has its own targets"
     assert len(replace(large, pauses=Pauses(longest_s=0.2, held_s=0.1)).missed()) == 1
