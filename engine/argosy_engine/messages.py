@@ -408,6 +408,10 @@ class SchedulerStats(Struct, array_like=True, omit_defaults=True, gc=False):
     """Tokens of preempted requests that were computed again since the last report."""
     evicted_blocks: list[BlockLife] = []
     """Sampled blocks that were evicted since the last report (`--kv-cache-metrics`)."""
+    encoder_cache_queries: int = 0
+    """Multimodal items whose encoder outputs requests began to need since the last report."""
+    encoder_cache_hits: int = 0
+    """Of them, those whose outputs were kept."""
 
 
 class ResidencyDelta(Struct, array_like=True, omit_defaults=True, gc=False):

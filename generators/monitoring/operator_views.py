@@ -166,13 +166,18 @@ def operator_rows() -> list[Row]:
                     "Prefix cache hits",
                     "percentunit",
                     [
-                        (
-                            f"sum by (model_name) (rate(vllm:prefix_cache_hits_total{_CHOSEN}{_RATE})) / "
-                            f"sum by (model_name) (rate(vllm:prefix_cache_queries_total{_CHOSEN}{_RATE}))",
-                            "{{model_name}}",
-                        )
+                        (_share("vllm:prefix_cache"), "{{model_name}}"),
                     ],
                     "Share of the prompt tokens.",
+                ),
+                Panel(
+                    "Images found in caches",
+                    "percentunit",
+                    [
+                        (_share("vllm:mm_cache"), "{{model_name}} processed"),
+                        (_share("argosy_engine_encoder_cache"), "{{model_name}} encoded"),
+                    ],
+                    "Share of the images that requests need: decoded and processed before, and encoded before.",
                 ),
                 Panel(
                     "Preemptions",
@@ -188,6 +193,15 @@ def operator_rows() -> list[Row]:
             ),
         ),
     ]
+
+
+def _share(cache: str) -> str:
+    """Return the expression of a cache's hits by its queries."""
+    of_model = "sum by (model_name)"
+    return (
+        f"{of_model} (rate({cache}_hits_total{_CHOSEN}{_RATE})) / "
+        f"{of_model} (rate({cache}_queries_total{_CHOSEN}{_RATE}))"
+    )
 
 
 def _gauge(title: str, unit: str, name: str) -> Panel:

@@ -24,6 +24,10 @@ EXEMPT = {
     "argosy_engine_stalled_requests_total",
     "argosy_engine_framed_images_total",
     "argosy_engine_slow_clients_total",
+    "argosy_engine_encoder_cache_hits_total",
+    "argosy_engine_encoder_cache_queries_total",
+    "vllm:mm_cache_hits_total",
+    "vllm:mm_cache_queries_total",
     "argosy_engine_dropped_tools_total",
     "argosy_engine_relaxed_tool_schemas_total",
     "argosy_engine_skipped_content_total",
@@ -33,7 +37,8 @@ EXEMPT = {
 }
 """Constants, what is over before it is scraped, and what moves only when the engine is broken (tests of the watchdog
 break it), full (test_waiting_reasons), asked with tools (below), or has clients that do not read
-(test_client_disconnects) or replay what no model here reads (test_responses_server)."""
+(test_client_disconnects), send images (test_served_images) or replay what no model here reads
+(test_responses_server)."""
 
 LABELS = ("finished_reason", "sleep_state", "reason", "source", "operation")
 Series = dict[tuple[str, str], float]

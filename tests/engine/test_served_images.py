@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from image_processors import PLACEHOLDER, make_model, picture, user
 from processes import descendants, free_port, running
 
 COUNT = 8
+COUNTED = (
+    "vllm:mm_cache_queries", "vllm:mm_cache_hits", "argosy_engine_encoder_cache_queries",
+    "argosy_engine_encoder_cache_hits",
+)  # fmt: skip
 
 
 def write_model(folder: Path) -> Any:
@@ -91,6 +96,19 @@ def test_a_server_sees_pictures(flags: tuple[str, ...], tmp_path: Path) -> None:
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, (
             "the last chat was the first"
         )
+        metrics = client.get("/metrics").text
+        found = {
+            name: sum(map(float, re.findall(rf"^{name}_total\{{.*\}} (\S+)$", metrics, re.M)))
+            for name in COUNTED
+        }
+        assert found["vllm:mm_cache_queries"] == 6
+        assert found["vllm:mm_cache_hits"] == 3 or (flags and found["vllm:mm_cache_hits"] < 3), (
+            "of two processes"
+        )
+        assert found["argosy_engine_encoder_cache_queries"] == 5, (
+            "the last chat's image was in the prefix cache"
+        )
+        assert found["argosy_engine_encoder_cache_hits"] == 2
         mapped = [
             each
             for each in (server.process.pid, *descendants(server.process.pid))

@@ -396,7 +396,7 @@ class Engine:
             created=self.started,
             root=self._root,
         )
-        self._metrics = EngineMetrics(llm.config)
+        self._metrics = EngineMetrics(llm.config, llm.input_processor.media)
         self._load_report = LoadReport(llm.config.data_parallel_size)
         self.prefix_hits = PrefixHits(block_size=llm.config.block_size)
         llm.observers.extend((self._metrics, self._load_report, self.prefix_hits))

@@ -41,6 +41,9 @@ class EncoderCacheManager:
         self._held_by: dict[str, set[str]] = {}
         """Id of a request -> what it holds."""
         self._dropped: list[str] = []
+        self.num_queries = 0
+        """Items that requests began to need, since somebody set this to 0; of them those that were there."""
+        self.num_hits = 0
 
     def __contains__(self, identifier: str) -> bool:
         return identifier in self._num_embeds
@@ -54,6 +57,9 @@ class EncoderCacheManager:
         it. If it does, `has_room` was true."""
         identifier = feature.identifier
         is_new = identifier not in self._num_embeds
+        if identifier not in self._held_by.get(request_id, ()):
+            self.num_queries += 1
+            self.num_hits += not is_new
         if is_new:
             while self.num_used + feature.num_embeds > self.capacity:
                 left, _ = self._unheld.popitem(last=False)

@@ -560,8 +560,10 @@ class EngineCore:
             num_deferred=len(scheduler.blocked),
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
             evicted_blocks=kv.lives.take() if kv.lives else [],
+            encoder_cache_queries=scheduler.encoder_cache.num_queries,
+            encoder_cache_hits=scheduler.encoder_cache.num_hits,
         )
-        self._num_stalled = 0
+        self._num_stalled = scheduler.encoder_cache.num_queries = scheduler.encoder_cache.num_hits = 0
         kv.num_queried_tokens = kv.num_hit_tokens = 0
         scheduler.num_preemptions = scheduler.num_recomputed_tokens = 0
         return stats

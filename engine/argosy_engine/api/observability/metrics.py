@@ -22,6 +22,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from argosy_engine.core.proc.media_channel import MediaSender
+from argosy_engine.frontend.media.processor import MediaProcessor
 from argosy_engine.frontend.observer import Observer, RequestTimings, SkippingApi
 from argosy_engine.messages import EngineCoreOutputs
 from argosy_engine.resolved_config import ResolvedConfig
@@ -160,9 +161,13 @@ def _token_buckets(limit: int) -> tuple[float, ...]:
 
 
 class EngineMetrics(Observer):
-    """One registry per engine; `render` is the body of /metrics. Attributes are lists: a series for each rank."""
+    """One registry per engine; `render` is the body of /metrics. Attributes are lists: a series for each rank.
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    Args:
+        media: of this API process, whose cache is counted.
+    """
+
+    def __init__(self, config: ResolvedConfig, media: MediaProcessor | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         ranks = [(config.model_name, str(rank)) for rank in range(config.data_parallel_size)]
 
@@ -221,6 +226,20 @@ class EngineMetrics(Observer):
         self._sleep_calls = {each: sleeping.labels(each) for each in _SLEEP_OPERATIONS}
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._media = media
+        self._num_media = (0, 0)
+        self._media_queries = counter(
+            "mm_cache_queries", "Images looked up in the cache of processed images."
+        )
+        self._media_hits = counter("mm_cache_hits", "Images found in the cache of processed images.")
+        self._encoder_queries = counter(
+            "encoder_cache_queries", "Images whose encoder outputs a request began to need.", "argosy_engine_"
+        )
+        self._encoder_hits = counter(
+            "encoder_cache_hits",
+            "Images that were not encoded, since their outputs were kept.",
+            "argosy_engine_",
+        )
         self._preemptions = counter("num_preemptions", "Preemptions.")
         self._recomputed = counter(
             "recomputed_tokens",
@@ -411,6 +430,13 @@ class EngineMetrics(Observer):
         """Move what was counted and noted without locks into the counters and gauges."""
         self._framed_images.inc(MediaSender.num_framed - self._num_framed)
         self._num_framed = MediaSender.num_framed
+        if self._media is not None:  # the cache is this process's, of all cores
+            found = self._media.num_queries, self._media.num_hits
+            for family, new, old in zip(
+                (self._media_queries, self._media_hits), found, self._num_media, strict=True
+            ):
+                family[0].inc(new - old)
+            self._num_media = found
         for rank, (running, waiting, deferred, kv_usage) in enumerate(self._levels):
             self._running[rank].set(running)
             self._waiting[rank].set(waiting)
@@ -439,6 +465,9 @@ class EngineMetrics(Observer):
         self._levels[rank] = stats.num_running, stats.num_waiting, stats.num_deferred, stats.kv_cache_usage
         self._num_looked_up[rank] += stats.prefix_cache_queries
         self._num_hit[rank] += stats.prefix_cache_hits
+        if stats.encoder_cache_queries:
+            self._encoder_queries[rank].inc(stats.encoder_cache_queries)
+            self._encoder_hits[rank].inc(stats.encoder_cache_hits)
         if stats.num_preemptions:
             self._preemptions[rank].inc(stats.num_preemptions)
         if stats.num_recomputed_tokens:

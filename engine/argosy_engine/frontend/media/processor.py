@@ -180,6 +180,9 @@ class MediaProcessor:
         self._loader = loader or MediaLoader(media.allowed_domains, media.allowed_path)
         self._max_tokens = config.max_model_len
         self._cache = _Cache(media.cache_bytes)
+        self.num_queries = 0
+        """Images of requests that were looked up in the cache, and of them those that were there."""
+        self.num_hits = 0
         self._held = TenantShares(media.cache_bytes + MAX_HELD_BYTES)
         """Bytes of the images that somebody holds, the cache included, and of those in `_released`."""
         self._released: deque[tuple[str, int]] = deque()
@@ -345,7 +348,9 @@ class MediaProcessor:
         media = await self._loader.load(url, part.where, options.tenant)
         content = await _digest(media.data)
         key = _key(content, options)
+        self.num_queries += 1
         if (image := self._cache.get(key)) is not None:
+            self.num_hits += 1
             return image, True, content
         if (other := running.get(key)) is not None:
             return await asyncio.shield(other), False, content
@@ -381,6 +386,8 @@ class MediaProcessor:
         """
         content = self._cache.named((options.tenant, options.salt, uuid))
         image = None if content is None else self._cache.get(_key(content, options))
+        self.num_queries += 1
+        self.num_hits += image is not None
         if image is None:
             raise InvalidRequest(
                 f"{part.where}: no image is kept here for the uuid {uuid!r}; send it with its image_url",
