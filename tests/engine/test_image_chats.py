@@ -26,6 +26,7 @@ from argosy_engine.frontend.media import processor as media_processor
 from argosy_engine.frontend.media.pool import MediaPool
 from argosy_engine.frontend.media.processor import ChatImages, MediaProcessor, processor_args
 from argosy_engine.frontend.media.worker import load_processor
+from argosy_engine.frontend.observer import Observer
 from argosy_engine.frontend.renderer import TokenizedPrompt
 from argosy_engine.messages import EngineCoreRequest, MediaTensor
 from argosy_engine.params import SamplingParams
@@ -34,6 +35,7 @@ from argosy_protocol.chunk_hash import chain_seed, chunk_hashes, prompt_segments
 from argosy_protocol.openai import ChatCompletionRequest, decode_request
 from argosy_protocol.responses import decode_responses_request
 from argosy_protocol.responses_chat import responses_as_chat
+from argosy_protocol.skipped_content import Skipped
 from image_processors import (
     FAMILIES,
     InProcessPool,
@@ -495,3 +497,80 @@ def test_an_image_after_one_that_fails_is_not_waited_for(served: Callable[[str],
     broken = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(90, 60))[:500])}}
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[1\].image_url: the image is damaged"):
         served("llava").prompt([{"role": "user", "content": [image_part(picture(9, 9)), broken, broken]}])
+
+
+BROKEN: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_url(encoded(picture(90, 60))[:500])}}
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        BROKEN,
+        {"type": "image_url", "image_url": {"url": "https://images.example.com/a.png"}},
+        {"type": "image_url", "image_url": None, "uuid": "of another process"},
+        {"type": "image_url", "image_url": {"url": 7}},
+        {**BROKEN, "uuid": "broken"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}, "uuid": 7},
+    ],
+    ids=["damaged", "not allowed", "not kept", "no url", "damaged, with a uuid", "bad uuid"],
+)
+def test_history_is_not_refused_for_an_image_that_is_gone(gone: Any, served: Callable[[str], Served]) -> None:
+    model = served("qwen2_5_vl")
+    decode = model.inputs.renderer.tokenizer.decode
+    history = [
+        {
+            "role": "user",
+            "content": [gone, {"type": "text", "text": "And this?"}, image_part(picture(90, 60))],
+        },
+        {"role": "assistant", "content": "A wall."},
+    ]
+    request = chat(
+        [
+            *history,
+            {"role": "user", "content": [image_part(picture(40, 70)), {"type": "text", "text": "This?"}]},
+        ]
+    )
+    images = model.load(request)
+    assert images is not None
+    assert (len(images), images.num_left_out) == (2, 1)
+    prompt = model.inputs.renderer.render_chat(request, images)
+    assert len(prompt.mm_features) == 2
+    assert decode(prompt.token_ids).count("[image that the model does not get]") == 1
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].content\[0\]"):
+        model.prompt([*history[1:], {"role": "user", "content": [gone]}])
+    alone = chat([*history[:1], history[1], {"role": "user", "content": "And now?"}])
+    alone.messages[0].content.pop()  # type: ignore[union-attr]
+    images = model.load(alone)
+    assert images is not None
+    assert (len(images), images.num_left_out) == (0, 1)
+    assert model.inputs.renderer.render_chat(alone, images).mm_features == []
+
+
+def test_what_names_an_image_that_is_left_out_is_refused_if_it_is_new(
+    served: Callable[[str], Served],
+) -> None:
+    named = {**BROKEN, "uuid": "x"}
+    again = {"type": "image_url", "image_url": None, "uuid": "x"}
+    old = [{"role": "user", "content": [named, again]}, {"role": "assistant", "content": "?"}]
+    model = served("qwen2_5_vl")
+    assert model.prompt([*old, {"role": "user", "content": "Well?"}]).mm_features == []
+    with pytest.raises(InvalidRequest, match=r"messages\[2\].content\[0\].image_url: no image is kept here"):
+        model.prompt([*old, {"role": "user", "content": [again]}])
+
+
+async def test_images_that_are_left_out_are_counted(served: Callable[[str], Served]) -> None:
+    class Counting(Observer):
+        def on_skipped(self, api: str, skipped: Skipped) -> None:
+            counted.append((api, dict(skipped.content)))
+
+    counted: list[Any] = []
+    model = served("qwen2_5_vl")
+    inputs = model.inputs
+    llm = SimpleNamespace(input_processor=inputs, renderer=inputs.renderer, observers=[Counting()])
+    serving = OpenAIServing(cast(Any, llm), ("m",))
+    request = chat([{"role": "user", "content": [BROKEN, BROKEN]}, {"role": "user", "content": "Well?"}])
+    images, size = await serving.images_of(request, 5000)
+    assert images is not None
+    assert (len(images), size) == (0, 5000)
+    assert counted == [("chat_completions", {"image_url": 2})]
+    serving.close()

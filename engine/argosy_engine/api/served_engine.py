@@ -47,6 +47,7 @@ from argosy_protocol.openai import (
     ModelCard,
     ModelList,
 )
+from argosy_protocol.skipped_content import CHAT_KINDS, Skipped
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
@@ -165,6 +166,11 @@ class OpenAIServing:
         else:  # whose time nobody knows
             seen = await self.render_pool.run(size, seen_roles, request, self.tenant)
         images = await media.load(request, self.tenant, seen.__contains__)
+        if images is not None and images.num_left_out:
+            skipped = Skipped(CHAT_KINDS)
+            skipped.add("image_url", images.num_left_out)
+            for observer in self.llm.observers:
+                observer.on_skipped("chat_completions", skipped)
         return images, size if images is None else max(0, size - images.num_url_chars)
 
     async def prepare(

@@ -10,6 +10,10 @@ A part may have a `uuid`: then a later part of the same tenant and salt may name
 long as the image is in the cache. A part with a uuid and an image is always processed by its content, so that a uuid
 never stands for another image than the one that came with it last.
 
+Agents send their whole history with each request, and images of it may be gone, or be none that can be read here. So an
+image of what is replayed (`skipped_content.is_replayed`) never refuses a request: the model gets a note in its place.
+One of the user's newest message does.
+
 Bounds: images of a request in number (`--limit-mm-per-prompt`), tokens (the model's context) and bytes of tensors; the
 cache in bytes; what waits and runs is bounded by `pool`.
 """
@@ -17,6 +21,7 @@ cache in bytes; what waits and runs is bounded by `pool`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
@@ -24,7 +29,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -38,6 +43,7 @@ from argosy_engine.frontend.media.worker import ImageJob, ImageResult, Processor
 from argosy_engine.messages import MediaTensor, MultimodalFeature
 from argosy_engine.resolved_config import MediaConfig, ResolvedConfig, image_background
 from argosy_protocol.openai import BatchChatCompletionRequest, ChatCompletionRequest, ChatMessage
+from argosy_protocol.skipped_content import is_replayed, newest_message
 
 logger = logging.getLogger("argosy.frontend")
 
@@ -86,9 +92,15 @@ class ChatImages:
     """The images of a request, by the parts of its messages that have them."""
 
     def __init__(
-        self, info: ProcessorInfo, images: Mapping[int, ProcessedImage], num_url_chars: int = 0
+        self,
+        info: ProcessorInfo,
+        images: Mapping[int, ProcessedImage],
+        num_url_chars: int = 0,
+        num_left_out: int = 0,
     ) -> None:
         self.info = info
+        self.num_left_out = num_left_out
+        """Images of what is replayed that cannot be loaded."""
         self._images = images
         """By the identities of the parts, which the request holds."""
         self.num_url_chars = num_url_chars
@@ -105,6 +117,7 @@ class ChatImages:
 class _ImagePart(NamedTuple):
     part: dict[str, Any]
     where: str
+    is_replayed: bool
 
 
 class _Options(NamedTuple):
@@ -233,14 +246,14 @@ class MediaProcessor:
             is_seen: whether the chat template renders images of a role.
 
         Raises:
-            InvalidRequest: an image cannot be loaded or processed, or there are too many.
+            InvalidRequest: an image of the user's newest message cannot be loaded or processed, or there are too many.
             PromptTooLong: they have more tokens than the model's context.
             EngineBusy, RequestFailed: as `MediaPool.run`.
         """
         chats, is_batch = _chats(request), isinstance(request, BatchChatCompletionRequest)
         found: dict[int, ProcessedImage] = {}
         kwargs, background = self._arguments(request)
-        num_bytes = num_url_chars = 0
+        num_bytes = num_url_chars = num_left_out = 0
         is_in_thread = is_long(request)
         for index, messages in enumerate(chats):
             listing = _image_parts(messages, f"messages[{index}]" if is_batch else "messages", is_seen)
@@ -259,10 +272,15 @@ class MediaProcessor:
                 tenant,
             )
             for part, image in zip(parts, await self._load_all(parts, options, num_bytes), strict=True):
-                found[id(part.part)] = image
-                num_url_chars += len(_url_of(part) or "")
+                if image is None:
+                    num_left_out += 1
+                else:
+                    found[id(part.part)] = image
+                    num_url_chars += len(_url_of(part) or "")
             num_bytes = sum(image.num_bytes for image in {id(each): each for each in found.values()}.values())
-        return ChatImages(self.info, found, num_url_chars) if found else None
+        if not found and not num_left_out:
+            return None
+        return ChatImages(self.info, found, num_url_chars, num_left_out)
 
     def close(self) -> None:
         self._pool.close()
@@ -282,9 +300,9 @@ class MediaProcessor:
 
     async def _load_all(
         self, parts: Sequence[_ImagePart], options: _Options, num_bytes: int
-    ) -> list[ProcessedImage]:
-        """Load images, some at a time; equal ones once. A uuid stands for the image that came with it last before it,
-        in this request or an earlier one.
+    ) -> list[ProcessedImage | None]:
+        """Load images, some at a time; equal ones once; None for those that are left out. A uuid stands for the image
+        that came with it last before it, in this request or an earlier one.
 
         Args:
             num_bytes: that the request's other images have.
@@ -292,28 +310,40 @@ class MediaProcessor:
         places = asyncio.Semaphore(2 * num_processes())
         running: dict[bytes, asyncio.Future[ProcessedImage]] = {}
         num_tokens = 0
-        named: dict[int, ProcessedImage | int] = {}
+        named: dict[int, ProcessedImage | int | None] = {}
         """Of parts without an image: the one that is kept, or the index of the part that has it."""
         uuids: dict[str, int] = {}
         contents: dict[int, bytes] = {}
         for index, part in enumerate(parts):
-            uuid = _uuid_of(part)
-            if _url_of(part) is None:
-                assert uuid is not None
-                named[index] = uuids[uuid] if uuid in uuids else self._kept(part, uuid, options)
-            elif uuid is not None:
-                uuids[uuid] = index
+            with self._leaving_out(part):
+                uuid = _uuid_of(part)
+                if _url_of(part) is None:
+                    assert uuid is not None
+                    named[index] = None  # if it is not kept
+                    named[index] = uuids[uuid] if uuid in uuids else self._kept(part, uuid, options)
+                elif uuid is not None:
+                    uuids[uuid] = index
 
-        async def load(index: int) -> ProcessedImage:
+        async def find(index: int) -> tuple[ProcessedImage | None, bool]:
+            """Return the image of a part, and whether it is the first that has it."""
+            if index in named:
+                known = named[index]
+                return (
+                    (await asyncio.shield(tasks[known]), False) if isinstance(known, int) else (known, True)
+                )
+            async with places:
+                image, is_new, contents[index] = await self._load_part(parts[index], options, running)
+            return image, is_new
+
+        async def load(index: int) -> ProcessedImage | None:
             nonlocal num_tokens, num_bytes
-            known = named.get(index)
-            if isinstance(known, int):
-                image, is_new = await asyncio.shield(tasks[known]), False
-            elif known is not None:
-                image, is_new = known, True
-            else:
-                async with places:
-                    image, is_new, contents[index] = await self._load_part(parts[index], options, running)
+            image, is_new = None, False
+            with self._leaving_out(parts[index]):
+                image, is_new = await find(index)
+            if image is None:
+                if not parts[index].is_replayed:  # it has the uuid of one that is left out
+                    raise _not_kept(parts[index])
+                return None
             num_tokens += len(image.token_ids)
             num_bytes += image.num_bytes if is_new else 0
             if num_tokens > self._max_tokens:
@@ -335,7 +365,8 @@ class MediaProcessor:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         for uuid, index in uuids.items():
-            self._cache.name((options.tenant, options.salt, uuid), contents[index])
+            if index in contents:
+                self._cache.name((options.tenant, options.salt, uuid), contents[index])
         return [task.result() for task in tasks]
 
     async def _load_part(
@@ -389,11 +420,18 @@ class MediaProcessor:
         self.num_queries += 1
         self.num_hits += image is not None
         if image is None:
-            raise InvalidRequest(
-                f"{part.where}: no image is kept here for the uuid {uuid!r}; send it with its image_url",
-                param=part.where,
-            )
+            raise _not_kept(part)
         return image
+
+    @contextlib.contextmanager
+    def _leaving_out(self, part: _ImagePart) -> Iterator[None]:
+        """Let a request do without an image of what is replayed that cannot be loaded within the block."""
+        try:
+            yield
+        except InvalidRequest as error:
+            if not part.is_replayed:
+                raise
+            logger.info("an image of a chat's history is left out: %s", error)
 
     def _hold(self, image: ProcessedImage, tenant: str) -> None:
         """Count an image for as long as it is held.
@@ -495,10 +533,12 @@ def is_long(request: ChatCompletionRequest) -> bool:
 def _image_parts(
     messages: Sequence[ChatMessage], where: str, is_seen: Callable[[str], bool]
 ) -> Iterable[_ImagePart]:
+    newest = newest_message(messages)
     for index, message in enumerate(messages):
         for at, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.get("type") == "image_url" and is_seen(message.role):
-                yield _ImagePart(part, f"{where}[{index}].content[{at}].image_url")
+                is_replay = is_replayed(message, index, newest)
+                yield _ImagePart(part, f"{where}[{index}].content[{at}].image_url", is_replay)
 
 
 def _url_of(part: _ImagePart) -> str | None:
@@ -516,6 +556,14 @@ def _url_of(part: _ImagePart) -> str | None:
             f"{part.where} must be an object with the url of an image, as data: or https:", param=part.where
         )
     return url
+
+
+def _not_kept(part: _ImagePart) -> InvalidRequest:
+    uuid = str(part.part.get("uuid"))[:MAX_UUID]
+    return InvalidRequest(
+        f"{part.where}: no image is kept here for the uuid {uuid!r}; send it with its image_url",
+        param=part.where,
+    )
 
 
 def _uuid_of(part: _ImagePart) -> str | None:
