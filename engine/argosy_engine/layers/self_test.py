@@ -279,16 +279,22 @@ class _HeadsLayer(_TestLayer):
             weights = weights._replace(k_scale=k_scale, v_scale=v_scale)
         attention = Attention(self._params, backend, weights)
         self._bind_stale(attention)
-        outputs = [
+        outputs: list[torch.Tensor] = [
             attention(qkv[: _num_tokens(step)].to(dtype, copy=True), self._metadata(step))
             for qkv, step in zip(self._qkv, variant.steps, strict=False)
         ]
         if self._has_key_ends and variant.steps is _STEPS:
-            for qkv, step in zip(self._qkv, _STEPS[:2], strict=False):  # which have prompts
-                meta = self._metadata(step)
-                meta.key_ends = meta.seq_lens.repeat_interleave(meta.query_start_loc.diff())
-                outputs.append(attention(qkv[: _num_tokens(step)].to(dtype, copy=True), meta))
+            outputs += [
+                attention(qkv[: _num_tokens(step)].to(dtype, copy=True), _to_the_end(self._metadata(step)))
+                for qkv, step in zip(self._qkv, _STEPS[:2], strict=False)  # which have prompts
+            ]
         return outputs
+
+
+def _to_the_end(meta: AttentionMetadata) -> AttentionMetadata:
+    """Let all tokens of each request attend to all of them."""
+    meta.key_ends = meta.seq_lens.repeat_interleave(meta.query_start_loc.diff())
+    return meta
 
 
 class _LatentLayer(_TestLayer):

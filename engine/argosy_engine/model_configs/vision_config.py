@@ -210,7 +210,7 @@ def largest_image(
         crops = bound if trusts_request_kwargs else min(crops, bound)
     shape = (crops, 3, side, side)
     has_batch = bool(integers) or kind in ("idefics3", "smolvlm")
-    masks = {}
+    masks: dict[str, tuple[int, ...]] = {}
     if kind in ("idefics3", "smolvlm"):
         masks = {"pixel_attention_mask": (1, crops, side, side)}
     elif kind == "aria":
