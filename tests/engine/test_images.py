@@ -137,7 +137,11 @@ def test_every_wrapper_that_sees_is_tried() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "mistral3"])
-@pytest.mark.parametrize("flags", [{"tensor_parallel_size": 2}, {"async_scheduling": False}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"async_scheduling": False}],
+    ids=str,
+)
 def test_of_several_ranks_each_encodes(model_type: str, flags: dict[str, Any], tmp_path: Path) -> None:
     model = written(model_type, tmp_path)
     prompts = prompts_of(model)[:3]
@@ -517,6 +521,9 @@ def test_the_largest_image_can_be_encoded(model_type: str, tmp_path: Path) -> No
         ("internvl", {"max_patches": 5, "crop_to_patches": False}, {}, 4),
         ("llava_next", {}, {}, 5 * 4),
         ("llava", {}, {}, 4),
+        ("gemma3", {}, {}, 36),
+        ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 3}, {}, 4 * 36),
+        ("aria", {"split_image": True}, {}, 9 * 4),
     ],
 )
 def test_the_largest_image_is_what_the_processor_makes(

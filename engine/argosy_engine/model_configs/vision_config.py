@@ -40,6 +40,7 @@ MAX_RESULT_BYTES: Final = 256 << 20
 """Tensors of one image. Those of 16,000 tokens of Qwen2.5-VL have 300 MB, of Qwen3-VL 400 MB."""
 _MAX_CROPS = {"internvl": 12, "aya_vision": 12, "cohere2_vision": 12, "llama4": 16, "ovis2": 9}
 """Transformers' default of `max_patches`, the crops that a processor divides an image into, by model type."""
+_MAX_ARIA_CROPS = 8
 _MAX_PIXELS = 12_845_056
 """Transformers' default for Qwen's models."""
 
@@ -205,6 +206,10 @@ def largest_image(
     else:
         crops = int(asked.get("max_patches") or _MAX_CROPS.get(kind, 0)) + 1
         crops = crops if asked.get("crop_to_patches", True) else 1
+        if asked.get("do_pan_and_scan"):  # Gemma 3
+            crops = int(asked.get("pan_and_scan_max_num_crops") or 4) + 1
+        elif asked.get("split_image"):  # Aria
+            crops = _MAX_ARIA_CROPS + 1
     bound = max(MAX_RESULT_BYTES // (4 * 3 * side**2), 1)
     if not integers:
         crops = bound if trusts_request_kwargs else min(crops, bound)
