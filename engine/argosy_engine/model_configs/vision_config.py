@@ -127,6 +127,8 @@ class LargestImage(Struct, frozen=True, kw_only=True):
     """That the encoder computes."""
     num_values: int
     """Of a patch, at the most at a time."""
+    num_precise: int
+    """Of a patch in float32, besides."""
     has_mask: bool = False
     """Whether each patch has a value for each other one."""
 
@@ -136,8 +138,9 @@ class LargestImage(Struct, frozen=True, kw_only=True):
         Args:
             itemsize: bytes per element of the model's dtype.
         """
-        per_patch = self.num_values + (self.num_patches if self.has_mask else 0)
-        return self.num_patches * per_patch * itemsize + prod(self.pixels) * (4 + itemsize)
+        values = self.num_values + (self.num_patches if self.has_mask else 0)
+        per_patch = values * itemsize + self.num_precise * 4
+        return self.num_patches * per_patch + prod(self.pixels) * (4 + itemsize)
 
 
 def largest_image(
@@ -181,6 +184,7 @@ def largest_image(
             integers={"image_grid_thw": [[1, rows * merge, columns * merge]]},
             num_patches=count,
             num_values=values,
+            num_precise=2 * hidden,
         )
     side = _side(vision.image_size)
     if kind == "mistral3":
@@ -192,6 +196,7 @@ def largest_image(
             integers={"image_sizes": [[units * unit, units * unit]]},
             num_patches=(units * config.spatial_merge_size) ** 2,
             num_values=values,
+            num_precise=2 * hidden,
             has_mask=True,
         )
     integers: dict[str, list[list[int]]] = {}
@@ -226,6 +231,7 @@ def largest_image(
         masks=masks,
         num_patches=crops * (side // patch) ** 2,
         num_values=values,
+        num_precise=2 * hidden,
     )
 
 
