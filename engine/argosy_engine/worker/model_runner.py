@@ -136,9 +136,9 @@ class Pipeline:
         if self.is_last:
             return
         self._communicator.send(hidden, self._communicator.rank + 1)
-        num_own = len(self._model.layers)
-        if deepstack is not None and num_own < len(deepstack.features):
-            self._communicator.send(deepstack.features[num_own:], self._communicator.rank + 1)
+        if deepstack is not None and len(deepstack.features) > len(self._model.layers):
+            later = deepstack.features[len(self._model.layers) :]
+            self._communicator.send(later, self._communicator.rank + 1)
 
 
 def layer_groups(model: CausalLM, block_size: int) -> tuple[KVCacheGroup, ...]:
