@@ -230,9 +230,9 @@ def test_encoders_attend_by_our_kernels(
 
     monkeypatch.setattr(image_encoder, "attend_segments", counted)
     made = []
-    ours = image_encoder._use_kernels
+    ours = image_encoder.use_kernels
     for use_kernels in (lambda _: None, ours):
-        monkeypatch.setattr(image_encoder, "_use_kernels", use_kernels)
+        monkeypatch.setattr(image_encoder, "use_kernels", use_kernels)
         encoder = image_encoder.load_image_encoder(
             tmp_path, spec, config["text_config"]["hidden_size"],
             dtype=torch.float32, device=torch.device("cpu"), seed=None,

@@ -160,7 +160,7 @@ def load_image_encoder(
         _check(path, info)
     model = model.eval().requires_grad_(False).to(device)
     if kernels_for(device, dtype) is not None:
-        _use_kernels(model)
+        use_kernels(model)
     return ImageEncoder(model, spec, hidden_size, device)
 
 
@@ -204,7 +204,7 @@ def _without_text(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(wrapper.__name__, (wrapper,), {"__init__": initialise, "__module__": wrapper.__module__})
 
 
-def _use_kernels(model: nn.Module) -> None:
+def use_kernels(model: nn.Module) -> None:
     """Let our kernels compute attention wherever modules look for its function by the name in their config."""
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
