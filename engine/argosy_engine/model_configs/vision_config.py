@@ -167,7 +167,9 @@ def largest_image(
     hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
     inner = getattr(vision, "intermediate_size", None) or getattr(vision, "mlp_dim", None)
     inner = inner or int(getattr(vision, "mlp_ratio", None) or 4) * hidden
-    values = 8 * hidden + 3 * inner + config.get_text_config().hidden_size
+    num_deepstack = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    outputs = config.get_text_config().hidden_size * (4 + num_deepstack) // 4  # at most one for four patches
+    values = 10 * hidden + 4 * inner + outputs
     if getattr(vision, "temporal_patch_size", None):
         merge, row = vision.spatial_merge_size, 3 * vision.temporal_patch_size * patch**2
         most = min(max_tokens, MAX_RESULT_BYTES // (4 * row * merge**2))
