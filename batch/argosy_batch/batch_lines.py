@@ -28,6 +28,7 @@ from argosy_batch.router_client import MAX_ANSWER_BYTES
 from argosy_protocol.batch_program import MAX_ERRORS, BatchUsage, InputDetails, LineError, OutputDetails
 from argosy_protocol.errors import ApiError
 from argosy_protocol.json_limits import check_values, is_too_deep, is_utf8
+from argosy_protocol.openai import MAX_MODEL_NAME
 
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 """A prompt of a million tokens, or some images."""
@@ -47,7 +48,8 @@ class InputLine(Struct, frozen=True, kw_only=True):
 
 
 class _Body(Struct, frozen=True):
-    model: str
+    model: Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+    """A batch's object has that of its first line, and lists have many objects."""
     stream: bool | None = None
     background: bool | None = None
 

@@ -63,6 +63,7 @@ async def test_a_file_of_requests_is_counted() -> None:
         (line("b", stream=True), "invalid_body"),
         (line("b", background=True), "invalid_body"),
         (line("b", model=None), "invalid_body"),
+        (line("b", model="x" * 513), "invalid_body"),
         (
             json.dumps({"custom_id": "b", "method": "POST", "url": CHATS, "body": "x"}).encode(),
             "invalid_body",
