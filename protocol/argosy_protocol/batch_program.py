@@ -32,6 +32,7 @@ from msgspec import Meta, Struct
 from argosy_protocol.errors import BadRequest, NotFound
 from argosy_protocol.headers import INTERNAL_PREFIX, internal_key
 from argosy_protocol.json_limits import decode_body
+from argosy_protocol.openai import MAX_MODEL_NAME
 
 BATCH_KEY_UID: Final = "argosy-batch"
 """The key of both ways is `internal_key(fleet key, BATCH_KEY_UID)`. No service has this UID."""
@@ -318,7 +319,7 @@ class BatchObject(Struct, frozen=True, kw_only=True):
     id: _Id
     object: Literal["batch"] = "batch"
     endpoint: Endpoint
-    model: str | None = None
+    model: Annotated[str, Meta(max_length=MAX_MODEL_NAME)] | None = None
     errors: LineErrors | None = None
     input_file_id: _Id
     completion_window: Literal["24h"] = "24h"

@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy_batch.batch_lines import MAX_LINE_BYTES, Validation, split_lines, validate
-from argosy_protocol.batch_program import MAX_ERRORS
+from argosy_protocol.batch_program import MAX_ERRORS, BatchObject
 
 from .batch_rig import CHATS, line
 
@@ -132,3 +133,12 @@ async def test_the_time_for_a_line_grows_with_its_length() -> None:
         return min(times)
 
     assert await cpu_s(2048) < 64 * max(await cpu_s(128), 0.0005)
+
+
+def test_no_stored_batch_has_a_long_name_of_a_model() -> None:
+    """A list has a hundred batches. A record that was stored before names were bounded is put aside as malformed."""
+    stored = {"id": "batch_1", "endpoint": CHATS, "input_file_id": "f", "completion_window": "24h", "created_at": 1,
+              "expires_at": 2, "model": "x" * 512}  # fmt: skip
+    assert msgspec.convert(stored, BatchObject).model == "x" * 512
+    with pytest.raises(msgspec.ValidationError, match="model"):
+        msgspec.convert({**stored, "model": "x" * 513}, BatchObject)
