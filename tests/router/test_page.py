@@ -425,9 +425,54 @@ async def test_a_person_chats_with_the_keyboard(page: Page) -> None:
         sent: Any = r.engines[0].requests[-1].json
         assert sent["messages"] == [{"role": "user", "content": "When does the tide turn?"}]
         stops = []
-        for _ in range(3):
+        for _ in range(4):
             await page.press("Tab")
             stops.append(await page.js("document.activeElement.id"))
-        assert stops == ["explain", "send", "system"]
+        assert stops == ["choose-picture", "explain", "send", "system"]
         assert await page.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        assert [problem for problem in page.problems if "401" not in problem] == []
+
+
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+
+
+def give(data: str, media_type: str, how: str) -> str:
+    """JavaScript that gives the page a file as a person does who chooses or pastes it."""
+    made = (
+        "const transfer = new DataTransfer();"
+        f"transfer.items.add(new File([{data}], 'file', {{ type: '{media_type}' }}));"
+    )
+    if how == "paste":
+        event = "new ClipboardEvent('paste', { clipboardData: transfer, cancelable: true })"
+        return f"(() => {{ {made} document.getElementById('prompt').dispatchEvent({event}); }})()"
+    return (
+        f"(() => {{ {made} const chooser = document.getElementById('picture-file');"
+        "chooser.files = transfer.files; chooser.dispatchEvent(new Event('change')); })()"
+    )
+
+
+@needs_browser
+@pytest.mark.parametrize("how", ["choose", "paste"])
+async def test_a_person_asks_about_a_picture(page: Page, how: str) -> None:
+    async with rig([FakeEngine(script=answer)], fleet_key=FLEET_KEY, admin_port=0) as r:
+        await open_page(r, page, "#playground")
+        await page.until("!document.getElementById('send').disabled")
+        note = "document.getElementById('picture-note').textContent"
+        await page.js(give("new Uint8Array((4 << 20) + 1)", "image/png", "choose"))
+        assert "at most 4 MiB" in await page.js(note)
+        await page.js(give("'text'", "text/plain", "choose"))
+        assert await page.js(note) == "This file is no picture."
+        assert await page.js("document.getElementById('picture').hidden")
+        await page.js(give(f"Uint8Array.from(atob('{PICTURE}'), c => c.charCodeAt(0))", "image/png", how))
+        await page.until("document.getElementById('thumbnail').naturalWidth === 1")
+        assert await page.js(note) == ""
+        await page.type("What is it?")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.message .meta')[1]?.textContent.includes('r0')")
+        assert await page.js("document.querySelector('.message img').naturalWidth") == 1
+        assert await page.js("document.getElementById('picture').hidden"), "it is sent once"
+        sent: Any = r.engines[0].requests[-1].json
+        url = f"data:image/png;base64,{PICTURE}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        assert sent["messages"] == [{"role": "user", "content": parts}]
         assert [problem for problem in page.problems if "401" not in problem] == []

@@ -4,6 +4,8 @@ import { call, json, post } from "./api.js";
 import { $, Table, count, element, seconds, setText } from "./dom.js";
 
 const MEASURABLE_S = 0.05; // below it, tokens that came together say nothing about speed
+const MAX_PICTURE_BYTES = 4 << 20;
+const MAX_PICTURES_CHARS = 16 << 20; // of a chat, which sends all of them again with each message
 const log = $("log");
 const composer = $("composer");
 const prompt = $("prompt");
@@ -11,6 +13,8 @@ const send = $("send");
 const messages = [];
 let service;
 let running = null;
+let picture = null; // a data URL
+let choice = 0; // number of the picture last chosen: one that is read later than the next is dropped
 
 export function show(chosen) {
   if (service?.service !== chosen?.service) clear();
@@ -23,10 +27,14 @@ export const focus = () => prompt.focus();
 
 // the request
 
+const content = (text) => (picture
+  ? [{ type: "image_url", image_url: { url: picture } }, ...(text ? [{ type: "text", text }] : [])]
+  : text);
+
 function request(text) {
   const system = $("system").value.trim();
   const all = [...(system ? [{ role: "system", content: system }] : []), ...messages];
-  if (text) all.push({ role: "user", content: text });
+  if (text || picture) all.push({ role: "user", content: content(text) });
   return {
     model: service.service,
     messages: all,
@@ -45,6 +53,60 @@ async function explain(body) {
   return explanation;
 }
 
+// the picture
+
+function thumbnail(url) {
+  const image = element("img");
+  image.src = url;
+  image.alt = "Picture that was sent";
+  return image;
+}
+
+/** `url` is null for none. */
+function showPicture(url, note = "") {
+  choice += 1;
+  picture = url;
+  $("picture").hidden = !url;
+  if (url) $("thumbnail").src = url;
+  else $("thumbnail").removeAttribute("src");
+  prompt.required = !url;
+  setText($("picture-note"), note);
+}
+
+function takePicture(file) {
+  if (!file.type.startsWith("image/")) return showPicture(null, "This file is no picture.");
+  if (file.size > MAX_PICTURE_BYTES) {
+    return showPicture(null, `The picture has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_PICTURE_BYTES >> 20} MiB are sent. Choose a smaller one.`);
+  }
+  showPicture(null);
+  const mine = choice;
+  const reader = new FileReader();
+  reader.addEventListener("load", () => {
+    if (mine !== choice) return;
+    const sent = messages.reduce((sum, { content: parts }) => sum + (Array.isArray(parts) ? parts[0].image_url.url.length : 0), 0);
+    if (sent + reader.result.length > MAX_PICTURES_CHARS) showPicture(null, "This chat has too many pictures. Start a new chat.");
+    else showPicture(reader.result);
+  });
+  reader.addEventListener("error", () => mine === choice && showPicture(null, "The picture cannot be read."));
+  reader.readAsDataURL(file);
+}
+
+$("choose-picture").addEventListener("click", () => $("picture-file").click());
+$("picture-file").addEventListener("change", ({ target }) => {
+  if (target.files[0]) takePicture(target.files[0]);
+  target.value = ""; // so that the same file can be chosen again
+});
+$("remove-picture").addEventListener("click", () => {
+  showPicture(null);
+  focus();
+});
+prompt.addEventListener("paste", (event) => {
+  const file = [...event.clipboardData.files].find(({ type }) => type.startsWith("image/"));
+  if (!file) return;
+  event.preventDefault();
+  takePicture(file);
+});
+
 // the conversation
 
 function bubble(who) {
@@ -61,8 +123,11 @@ function bubble(who) {
 
 async function converse(text) {
   const body = request(text);
-  messages.push({ role: "user", content: text });
-  bubble("You").said.textContent = text;
+  messages.push({ role: "user", content: content(text) });
+  const question = bubble("You");
+  question.said.textContent = text;
+  if (picture) question.said.append(thumbnail(picture));
+  showPicture(null);
   const answer = bubble(service.model);
   answer.node.classList.add("busy");
   const result = { content: "", tokens: 0, began: performance.now(), first: null, usage: null, headers: null };
@@ -136,6 +201,7 @@ function summarise(answer, result) {
 function clear() {
   running?.abort();
   messages.length = 0;
+  showPicture(null);
   log.replaceChildren();
   showRoute(null);
 }
@@ -147,7 +213,7 @@ composer.addEventListener("submit", (event) => {
     return;
   }
   const text = prompt.value.trim();
-  if (!text || !service) return;
+  if ((!text && !picture) || !service) return;
   prompt.value = "";
   converse(text);
 });
@@ -169,7 +235,7 @@ $("clear").addEventListener("click", () => {
 });
 $("explain").addEventListener("click", () => {
   const text = prompt.value.trim();
-  if (!text && !messages.length) return focus();
+  if (!text && !picture && !messages.length) return focus();
   explain(request(text)).catch((error) => setText($("route-note"), error.message));
 });
 
