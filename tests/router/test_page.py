@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 from collections.abc import AsyncIterator
@@ -458,12 +459,14 @@ async def test_a_person_asks_about_a_picture(page: Page, how: str) -> None:
         await open_page(r, page, "#playground")
         await page.until("!document.getElementById('send').disabled")
         note = "document.getElementById('picture-note').textContent"
-        await page.js(give("new Uint8Array((4 << 20) + 1)", "image/png", "choose"))
-        assert "at most 4 MiB" in await page.js(note)
+        await page.js(give("new Uint8Array((2 << 20) + 1)", "image/png", "choose"))
+        assert "at most 2 MiB" in await page.js(note)
         await page.js(give("'text'", "text/plain", "choose"))
         assert await page.js(note) == "This file is no picture."
         assert await page.js("document.getElementById('picture').hidden")
-        await page.js(give(f"Uint8Array.from(atob('{PICTURE}'), c => c.charCodeAt(0))", "image/png", how))
+        largest = base64.b64decode(PICTURE).ljust(2 << 20, b"\0")
+        file = f"Uint8Array.from(atob('{PICTURE}').padEnd(2 << 20, '\\0'), c => c.charCodeAt(0))"
+        await page.js(give(file, "image/png", how))
         await page.until("document.getElementById('thumbnail').naturalWidth === 1")
         assert await page.js(note) == ""
         await page.type("What is it?")
@@ -472,7 +475,9 @@ async def test_a_person_asks_about_a_picture(page: Page, how: str) -> None:
         assert await page.js("document.querySelector('.message img').naturalWidth") == 1
         assert await page.js("document.getElementById('picture').hidden"), "it is sent once"
         sent: Any = r.engines[0].requests[-1].json
-        url = f"data:image/png;base64,{PICTURE}"
+        url = f"data:image/png;base64,{base64.b64encode(largest).decode()}"
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
         assert sent["messages"] == [{"role": "user", "content": parts}]
+        await page.js(give(file, "image/png", how))
+        await page.until(f"{note} === 'This chat has too many pictures. Start a new chat.'")
         assert [problem for problem in page.problems if "401" not in problem] == []

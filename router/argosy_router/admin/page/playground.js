@@ -4,8 +4,8 @@ import { call, json, post } from "./api.js";
 import { $, Table, count, element, seconds, setText } from "./dom.js";
 
 const MEASURABLE_S = 0.05; // below it, tokens that came together say nothing about speed
-const MAX_PICTURE_BYTES = 4 << 20;
-const MAX_PICTURES_CHARS = 16 << 20; // of a chat, which sends all of them again with each message
+const MAX_PICTURE_BYTES = 2 << 20;
+const MAX_PICTURES_CHARS = 3 << 20; // of a chat, which sends all of them with each message: the router takes 4 MiB
 const log = $("log");
 const composer = $("composer");
 const prompt = $("prompt");
