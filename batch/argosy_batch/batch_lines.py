@@ -27,8 +27,7 @@ from argosy_batch.object_store import BlobStore
 from argosy_batch.router_client import MAX_ANSWER_BYTES
 from argosy_protocol.batch_program import MAX_ERRORS, BatchUsage, InputDetails, LineError, OutputDetails
 from argosy_protocol.errors import ApiError
-from argosy_protocol.json_limits import check_values, is_too_deep, is_utf8
-from argosy_protocol.openai import MAX_MODEL_NAME
+from argosy_protocol.json_limits import MAX_MODEL_NAME, check_values, is_too_deep, is_utf8
 
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 """A prompt of a million tokens, or some images."""

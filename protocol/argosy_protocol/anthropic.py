@@ -40,10 +40,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from argosy_protocol.errors import ApiError, BadRequest, ContextLengthExceeded
-from argosy_protocol.json_limits import Nullable, decode_body
+from argosy_protocol.json_limits import MAX_MODEL_NAME, Nullable, decode_body
 from argosy_protocol.openai import (
     MAX_MESSAGES,
-    MAX_MODEL_NAME,
     MAX_TOKENS,
     ChatCompletionRequest,
     ChatMessage,

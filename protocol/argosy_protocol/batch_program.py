@@ -31,8 +31,7 @@ from msgspec import Meta, Struct
 
 from argosy_protocol.errors import BadRequest, NotFound
 from argosy_protocol.headers import INTERNAL_PREFIX, internal_key
-from argosy_protocol.json_limits import decode_body
-from argosy_protocol.openai import MAX_MODEL_NAME
+from argosy_protocol.json_limits import MAX_MODEL_NAME, decode_body
 
 BATCH_KEY_UID: Final = "argosy-batch"
 """The key of both ways is `internal_key(fleet key, BATCH_KEY_UID)`. No service has this UID."""

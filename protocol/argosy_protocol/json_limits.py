@@ -45,6 +45,8 @@ _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 """Work that is done in steps, between which others may have their turn."""
 
+MAX_MODEL_NAME: Final = 512
+"""Characters, in requests and in what is stored of them."""
 MAX_DEPTH = 128
 """Levels of lists and objects; the same as serde_json's limit, and so that of routers and gateways written in Rust. A
 tool's schema takes three levels per level of its arguments. Python's stack has 1000 frames, and `copy.deepcopy`, for

@@ -22,7 +22,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from argosy_protocol.errors import BadRequest
 from argosy_protocol.headers import REQUEST_ID_FORM
-from argosy_protocol.json_limits import Nullable, NullDefaults, decode_body
+from argosy_protocol.json_limits import MAX_MODEL_NAME, Nullable, NullDefaults, decode_body
 
 ALLOWED_TOOLS = "allowed_tools"
 """The type of such a choice."""
@@ -62,7 +62,6 @@ def allowed(
     ]
 
 
-MAX_MODEL_NAME = 512
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
