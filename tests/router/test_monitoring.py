@@ -61,7 +61,7 @@ async def test_every_metric_and_label_they_name_is_on_metrics(tmp_path: Path) ->
 def test_operator_engines_and_batches_export_what_their_panels_and_rules_name() -> None:
     """The reference has every series and its labels, and a test of its own."""
     rows = re.findall(
-        r"^\| `((?:vllm:|argosy_operator_|argosy_batch_)\w+)` \| (\w+) \| ([\w, ]*) \|",
+        r"^\| `((?:vllm:|argosy_operator_|argosy_batch_|argosy_engine_)\w+)` \| (\w+) \| ([\w, ]*) \|",
         REFERENCE.read_text(),
         re.MULTILINE,
     )
@@ -73,7 +73,7 @@ def test_operator_engines_and_batches_export_what_their_panels_and_rules_name() 
     asked += [expression for expression in expressions() if "argosy_batch_" in expression]
     assert len(asked) > 15
     for expression in asked:
-        names = set(re.findall(r"(?:vllm:|argosy_operator_|argosy_batch_)\w+", expression))
+        names = set(re.findall(r"(?:vllm:|argosy_operator_|argosy_batch_|argosy_engine_)\w+", expression))
         assert names, expression
         assert names <= labels.keys(), expression
         for name, selector in re.findall(r"((?:vllm:|argosy_\w+_)\w+)\{(.*?)\}", expression):
